@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "schedule/schedule.hpp"
+
+#include <array>
+#include <charconv>
+#include <set>
+#include <span>
+
+#include "base/error.hpp"
+
+namespace uniep {
+namespace {
+
+// Names in the order of the enumerators: value i of an enum prints as names[i].
+constexpr std::array<std::string_view, 2> kFusions{"split", "fused"};
+constexpr std::array<std::string_view, 2> kPayloads{"choice", "rank"};
+constexpr std::array<std::string_view, 2> kDirections{"push", "pull"};
+constexpr std::array<std::string_view, 2> kOrders{"ascending", "rotated"};
+constexpr std::array<std::string_view, 2> kWgrads{"filling", "after"};
+
+template <typename Enum>
+std::string_view name_of(Enum value, std::span<const std::string_view> names) {
+  return names[static_cast<std::size_t>(value)];
+}
+
+template <typename Enum>
+void parse_enum(std::string_view key, std::string_view text,
+                std::span<const std::string_view> names, Enum& value) {
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (names[i] == text) {
+      value = static_cast<Enum>(i);
+      return;
+    }
+  }
+  throw_invalid("schedule {} is '{}'; it can be {} or {}", key, text, names[0], names[1]);
+}
+
+void parse_int(std::string_view key, std::string_view text, std::int32_t& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) {
+    throw_invalid("schedule {} is '{}'; it must be a whole number", key, text);
+  }
+}
+
+void check_range(std::string_view key, std::int32_t value, std::int32_t low, std::int32_t high,
+                 std::int32_t step) {
+  if (value < low || value > high || value % step != 0) {
+    throw_invalid("schedule {} is {}; it must be {} to {}, a multiple of {}", key, value, low, high,
+                  step);
+  }
+}
+
+void apply(std::string_view key, std::string_view text, Schedule& schedule) {
+  if (key == "fusion") return parse_enum(key, text, kFusions, schedule.fusion);
+  if (key == "payload") return parse_enum(key, text, kPayloads, schedule.payload);
+  if (key == "direction") return parse_enum(key, text, kDirections, schedule.direction);
+  if (key == "tile_m") return parse_int(key, text, schedule.tile_m);
+  if (key == "tile_n") return parse_int(key, text, schedule.tile_n);
+  if (key == "expert_order") return parse_enum(key, text, kOrders, schedule.expert_order);
+  if (key == "destination_order") return parse_enum(key, text, kOrders, schedule.destination_order);
+  if (key == "wgrad") return parse_enum(key, text, kWgrads, schedule.wgrad);
+  if (key == "workers") return parse_int(key, text, schedule.workers);
+  if (key == "comm_workers") return parse_int(key, text, schedule.comm_workers);
+  if (key == "chunk") return parse_int(key, text, schedule.chunk);
+  throw_invalid(
+      "schedule key '{}' is not served on this backend; keys are fusion, payload, direction, "
+      "tile_m, tile_n, expert_order, destination_order, wgrad, workers, comm_workers, chunk",
+      key);
+}
+
+std::uint64_t mix(std::uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2014)
+  x += 0x9e3779b97f4a7c15ULL;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+std::string to_string(const Schedule& s) {
+  return fmt::format(
+      "fusion={},payload={},direction={},tile_m={},tile_n={},expert_order={},destination_order={},"
+      "wgrad={},workers={},comm_workers={},chunk={}",
+      name_of(s.fusion, kFusions), name_of(s.payload, kPayloads),
+      name_of(s.direction, kDirections), s.tile_m, s.tile_n, name_of(s.expert_order, kOrders),
+      name_of(s.destination_order, kOrders), name_of(s.wgrad, kWgrads), s.workers, s.comm_workers,
+      s.chunk);
+}
+
+Schedule parse_schedule(std::string_view text, const Schedule& base) {
+  Schedule schedule = base;
+  std::set<std::string_view> seen;
+  while (!text.empty()) {
+    const std::size_t comma = text.find(',');
+    const std::string_view item = text.substr(0, comma);
+    text = comma == std::string_view::npos ? std::string_view{} : text.substr(comma + 1);
+    const std::size_t equals = item.find('=');
+    if (equals == std::string_view::npos) {
+      throw_invalid("schedule item '{}' is not of the form key=value", item);
+    }
+    const std::string_view key = item.substr(0, equals);
+    if (!seen.insert(key).second) throw_invalid("schedule key '{}' is given twice", key);
+    apply(key, item.substr(equals + 1), schedule);
+  }
+  validate(schedule);
+  return schedule;
+}
+
+void validate(const Schedule& s) {
+  check_range("tile_m", s.tile_m, 8, 512, 8);
+  check_range("tile_n", s.tile_n, 64, 1024, 64);
+  check_range("workers", s.workers, 1, 256, 1);
+  check_range("comm_workers", s.comm_workers, 0, 255, 1);
+  check_range("chunk", s.chunk, 1, 4096, 1);
+  if (s.comm_workers >= s.workers) {
+    throw_invalid(
+        "schedule comm_workers is {} with workers = {}; at least one worker must be left to "
+        "multiply, or the communication it feeds waits for ever",
+        s.comm_workers, s.workers);
+  }
+}
+
+std::uint64_t hash(const Schedule& schedule) {
+  std::uint64_t value = 0xcbf29ce484222325ULL;
+  for (const char c : to_string(schedule)) {
+    value = (value ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  }
+  return value;
+}
+
+Schedule sample_schedule(std::uint64_t seed, std::uint64_t index) {
+  std::uint64_t state = mix(seed ^ mix(index));
+  const auto draw = [&state](std::uint64_t n) {
+    state = mix(state);
+    return state % n;
+  };
+  constexpr std::array<std::int32_t, 6> kTileM{8, 16, 32, 64, 128, 192};
+  constexpr std::array<std::int32_t, 3> kTileN{64, 128, 192};
+  constexpr std::array<std::int32_t, 4> kChunk{1, 3, 16, 64};
+  Schedule s;
+  s.fusion = static_cast<Fusion>(draw(2));
+  s.payload = static_cast<Payload>(draw(2));
+  s.direction = static_cast<Direction>(draw(2));
+  s.tile_m = kTileM[draw(kTileM.size())];
+  s.tile_n = kTileN[draw(kTileN.size())];
+  s.expert_order = static_cast<ExpertOrder>(draw(2));
+  s.destination_order = static_cast<DestinationOrder>(draw(2));
+  s.wgrad = static_cast<WgradOrder>(draw(2));
+  s.workers = static_cast<std::int32_t>(1 + draw(3));
+  s.comm_workers = static_cast<std::int32_t>(draw(static_cast<std::uint64_t>(s.workers)));
+  s.chunk = kChunk[draw(kChunk.size())];
+  return s;
+}
+
+}  // namespace uniep
