@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/wait.hpp"
+
+#include <algorithm>
+#include <thread>
+
+#include "base/error.hpp"
+#include "memory/signal.hpp"
+
+namespace uniep {
+namespace {
+
+constexpr int kSpins = 64;
+constexpr int kYields = 256;
+constexpr std::chrono::microseconds kLongestSleep{100};
+
+// More workers than cores is normal: look a few times, then give the core away.
+void pause_for(int round) {
+  if (round < kSpins) return;
+  if (round < kSpins + kYields) {
+    std::this_thread::yield();
+    return;
+  }
+  std::this_thread::sleep_for(
+      std::min(kLongestSleep, std::chrono::microseconds(round - kSpins - kYields + 1)));
+}
+
+std::string describe(const WaitSite& site, std::uint64_t expected, std::uint64_t seen,
+                     std::chrono::nanoseconds waited) {
+  std::string text = fmt::format("rank {} waited {} ms in stage {}, role {}", site.rank,
+                                 std::chrono::duration_cast<std::chrono::milliseconds>(waited).count(),
+                                 site.stage, site.role);
+  if (site.peer >= 0) text += fmt::format(", for rank {}", site.peer);
+  if (site.expert >= 0) text += fmt::format(", expert {}", site.expert);
+  if (site.tile >= 0) text += fmt::format(", tile {}", site.tile);
+  return text + fmt::format(": expected {}, seen {}", expected, seen);
+}
+
+[[noreturn]] void throw_aborted(GroupState& state, int rank) {
+  const std::lock_guard lock(state.report_mutex);
+  throw_world("rank {} stopped because the group failed: {}", rank, state.report);
+}
+
+}  // namespace
+
+void abort_group(GroupState& state, int rank, const std::string& text) {
+  const std::lock_guard lock(state.report_mutex);
+  if (state.abort_word.load(std::memory_order_relaxed) != 0) return;
+  state.report = text;
+  state.abort_word.store(static_cast<std::uint64_t>(rank) + 1, std::memory_order_release);
+}
+
+void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
+                   const WaitSite& site) {
+  if (read_acquire(word) >= expected) return;
+  const auto start = std::chrono::steady_clock::now();
+  for (int round = 0;; ++round) {
+    const std::uint64_t seen = read_acquire(word);
+    if (seen >= expected) return;
+    if (state.abort_word.load(std::memory_order_acquire) != 0) throw_aborted(state, site.rank);
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited > state.bound) {
+      const std::string text = describe(site, expected, seen, waited);
+      abort_group(state, site.rank, text);
+      throw_world("{}", text);
+    }
+    pause_for(round);
+  }
+}
+
+std::uint64_t recover(GroupState& state, int rank) {
+  const auto ranks = static_cast<std::uint64_t>(state.num_ranks);
+  const std::uint64_t mine =
+      std::atomic_ref<std::uint64_t>(state.arrived).fetch_add(1, std::memory_order_acq_rel) + 1;
+  const std::uint64_t next = (mine + ranks - 1) / ranks;
+  if (mine == next * ranks) {
+    {
+      const std::lock_guard lock(state.report_mutex);
+      state.report.clear();
+      state.abort_word.store(0, std::memory_order_release);
+    }
+    raise(&state.generation, next);
+    return next;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  for (int round = 0; read_acquire(&state.generation) < next; ++round) {
+    if (std::chrono::steady_clock::now() - start > state.bound) {
+      // Leaves as it came, unless the last rank arrived meanwhile.
+      const std::uint64_t seen = read_acquire(&state.generation);
+      if (seen >= next) break;
+      std::uint64_t count = read_acquire(&state.arrived);
+      while (count < next * ranks && !std::atomic_ref<std::uint64_t>(state.arrived)
+                                          .compare_exchange_weak(count, count - 1,
+                                                                 std::memory_order_acq_rel)) {
+      }
+      if (count >= next * ranks) continue;
+      throw_world("rank {} waited {} ms in recover: {} of {} ranks came", rank,
+                  std::chrono::duration_cast<std::chrono::milliseconds>(state.bound).count(),
+                  count - (next - 1) * ranks, ranks);
+    }
+    pause_for(round);
+  }
+  return next;
+}
+
+}  // namespace uniep

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one way to wait: bounded, reporting who waited for what, and ended early when any rank of the
+// group failed. A failed group stays failed until all its ranks call recover.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+namespace uniep {
+
+struct WaitSite {
+  int rank = 0;
+  const char* stage = "";
+  const char* role = "";
+  int expert = -1;
+  std::int64_t tile = -1;
+  int peer = -1;
+};
+
+// Shared by the ranks of one group.
+struct GroupState {
+  GroupState(int ranks, std::chrono::nanoseconds wait_bound) : num_ranks(ranks), bound(wait_bound) {}
+
+  const int num_ranks;
+  const std::chrono::nanoseconds bound;
+  // Written by the first rank that fails, after `report`; polled by every wait; the report becomes
+  // visible. Zero while all is well; cleared only inside recover, when no rank can be waiting.
+  std::atomic<std::uint64_t> abort_word{0};
+  // Counted up by each rank that calls recover, awaited by all; n * num_ranks means that every rank
+  // has ended its work of generation n - 1.
+  std::uint64_t arrived = 0;
+  // Raised by the last to arrive, awaited by the others; the cleared abort word becomes visible.
+  std::uint64_t generation = 0;
+  std::mutex report_mutex;
+  std::string report;
+};
+
+// Returns once *word >= expected, with acquire. Errors: world on expiry of state.bound, with the
+// whole site, expected and seen value, after poisoning the group; world with the first failure's
+// sentence if the group was poisoned.
+void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
+                   const WaitSite& site);
+
+// Poisons the group, unless it already is: the first report is kept.
+void abort_group(GroupState& state, int rank, const std::string& text);
+
+// Collective: returns the new generation when all ranks have called it, each after its own work has
+// ended. Errors: world if a rank does not come within the bound; calling again is then valid.
+[[nodiscard]] std::uint64_t recover(GroupState& state, int rank);
+
+}  // namespace uniep
