@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// One tile of a matrix product on the CPU. Contract: every element is one chain of fused
+// multiply-adds, acc = fma(a, b, acc), from +0 with k ascending. Bits therefore depend on k alone,
+// never on the tile, the instruction set or the neighbours, and equal a plain loop of std::fma.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/bf16.hpp"
+
+namespace uniep::cpu {
+
+// A matrix by strides in elements: element (i, j) is data[i * row_stride + j * col_stride].
+template <typename S>
+struct MatrixView {
+  const S* data = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t col_stride = 1;
+};
+
+// A worker's scratch for packed operands; grows to what was asked and is then reused.
+struct GemmScratch {
+  std::vector<float> a;
+  std::vector<float> b;
+};
+
+// c [m, n] (row stride ldc, float) = a [m, k] · b [k, n]; c is overwritten; k = 0 gives +0.
+template <typename S>
+void gemm_tile(MatrixView<S> a, MatrixView<S> b, std::int64_t m, std::int64_t n, std::int64_t k,
+               float* c, std::int64_t ldc, GemmScratch& scratch);
+
+extern template void gemm_tile<float>(MatrixView<float>, MatrixView<float>, std::int64_t,
+                                      std::int64_t, std::int64_t, float*, std::int64_t,
+                                      GemmScratch&);
+extern template void gemm_tile<Bf16>(MatrixView<Bf16>, MatrixView<Bf16>, std::int64_t, std::int64_t,
+                                     std::int64_t, float*, std::int64_t, GemmScratch&);
+
+// The instruction set the tile uses on this machine: "avx2" or "generic".
+[[nodiscard]] std::string gemm_instruction_set();
+
+}  // namespace uniep::cpu
