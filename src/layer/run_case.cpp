@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "layer/run_case.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "base/error.hpp"
+#include "cpu/rank_layer.hpp"
+#include "cpu/sequential.hpp"
+
+namespace uniep {
+namespace {
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+template <typename S>
+std::span<const S> view(const std::vector<std::byte>& bytes) {
+  return {reinterpret_cast<const S*>(bytes.data()), bytes.size() / sizeof(S)};
+}
+template <typename S>
+std::span<S> view(std::vector<std::byte>& bytes) {
+  return {reinterpret_cast<S*>(bytes.data()), bytes.size() / sizeof(S)};
+}
+
+void check_backward(const Case& data, bool backward) {
+  if (backward && !data.d_out) {
+    throw_invalid("the case has no d_out, which a backward pass needs");
+  }
+}
+
+template <typename S>
+cpu::SequentialInput<S> sequential_input(const Case& data, std::span<const S> x,
+                                         std::span<const S> w1, std::span<const S> w2,
+                                         std::span<const S> d_out, bool backward) {
+  return {.num_tokens = data.num_tokens, .hidden = data.hidden, .ffn = data.ffn,
+          .num_experts = static_cast<std::int32_t>(data.num_experts),
+          .topk = static_cast<std::int32_t>(data.topk), .topk_ids = data.topk_ids,
+          .topk_weights = data.topk_weights, .x = x, .w1 = w1, .w2 = w2, .d_out = d_out,
+          .backward = backward};
+}
+
+template <typename S>
+CaseResult run_sequential_as(const Case& data, bool backward) {
+  auto result = cpu::run_sequential(sequential_input<S>(
+      data, view<S>(data.x), view<S>(data.w1), view<S>(data.w2),
+      backward ? view<S>(*data.d_out) : std::span<const S>{}, backward));
+  const auto bytes = [](const std::vector<S>& values) {
+    const auto raw = std::as_bytes(std::span(values));
+    return std::vector<std::byte>(raw.begin(), raw.end());
+  };
+  return {.out = bytes(result.out), .d_x = bytes(result.d_x),
+          .d_topk_weights = std::move(result.d_topk_weights), .d_w1 = std::move(result.d_w1),
+          .d_w2 = std::move(result.d_w2), .trace = {}};
+}
+
+// What one rank's thread works on.
+template <typename S>
+struct RankSlice {
+  cpu::ForwardInput<S> forward;
+  cpu::BackwardInput<S> backward;
+};
+
+template <typename S>
+RankSlice<S> slice_of(const Case& data, const RunOptions& options, CaseResult& result,
+                      std::int64_t token, std::int64_t tokens, std::int64_t expert,
+                      std::int64_t experts) {
+  const std::int64_t w = data.ffn * data.hidden;
+  const auto tokens_by = [&](auto span, std::int64_t width) {
+    return span.subspan(size(token * width), size(tokens * width));
+  };
+  const auto experts_by = [&](auto span, std::int64_t width) {
+    return span.subspan(size(expert * width), size(experts * width));
+  };
+  RankSlice<S> slice;
+  slice.forward = {.ffn = data.ffn,
+                   .x = tokens_by(view<S>(data.x), data.hidden),
+                   .topk_ids = tokens_by(std::span<const std::int32_t>(data.topk_ids), data.topk),
+                   .topk_weights = tokens_by(std::span<const float>(data.topk_weights), data.topk),
+                   .w1 = experts_by(view<S>(data.w1), 2 * w),
+                   .w2 = experts_by(view<S>(data.w2), w),
+                   .out = tokens_by(view<S>(result.out), data.hidden)};
+  if (!options.backward) return slice;
+  slice.backward = {.d_out = tokens_by(view<S>(*data.d_out), data.hidden),
+                    .w1 = slice.forward.w1,
+                    .w2 = slice.forward.w2,
+                    .d_x = tokens_by(view<S>(result.d_x), data.hidden),
+                    .d_topk_weights = tokens_by(std::span<float>(result.d_topk_weights), data.topk),
+                    .d_w1 = experts_by(std::span<float>(result.d_w1), 2 * w),
+                    .d_w2 = experts_by(std::span<float>(result.d_w2), w)};
+  return slice;
+}
+
+template <typename S>
+CaseResult run_as(const Case& data, const RunOptions& options) {
+  const std::vector<std::int64_t> tokens = tokens_of_ranks(data, options.num_ranks);
+  CaseResult result;
+  result.out.resize(data.x.size());
+  if (options.backward) {
+    result.d_x.resize(data.x.size());
+    result.d_topk_weights.resize(size(data.num_tokens * data.topk));
+    result.d_w1.resize(data.w1.size() / sizeof(S));
+    result.d_w2.resize(data.w2.size() / sizeof(S));
+  }
+  cpu::GroupConfig config;
+  config.shape = {.num_ranks = options.num_ranks,
+                  .num_experts = static_cast<int>(data.num_experts),
+                  .topk = static_cast<int>(data.topk),
+                  .hidden = data.hidden,
+                  .max_tokens = *std::max_element(tokens.begin(), tokens.end()),
+                  .element_bytes = sizeof(S)};
+  config.schedule = options.schedule;
+  config.placement = make_contiguous_placement(config.shape.num_experts, options.num_ranks);
+  config.wait_bound = options.wait_bound;
+  config.before_task = options.before_task;
+  config.trace = options.trace;
+  cpu::Group group(std::move(config));
+
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  const auto run_rank = [&](int rank, std::int64_t token) {
+    try {
+      const auto slice = slice_of<S>(
+          data, options, result, token, tokens[size(rank)],
+          share_start(data.num_experts, options.num_ranks, rank),
+          share_size(data.num_experts, options.num_ranks, rank));
+      cpu::RankLayer<S> layer(group, rank);
+      std::vector<cpu::TraceEvent> trace;
+      for (int repeat = 0; repeat < options.repeats; ++repeat) {
+        const auto saved = layer.forward(slice.forward);
+        trace = layer.trace();
+        if (!options.backward) continue;
+        layer.backward(saved, slice.backward);
+        trace.insert(trace.end(), layer.trace().begin(), layer.trace().end());
+      }
+      const std::lock_guard lock(mutex);
+      result.trace.insert(result.trace.end(), trace.begin(), trace.end());
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!first_error) first_error = std::current_exception();
+    }
+  };
+  {
+    std::vector<std::jthread> ranks;
+    std::int64_t token = 0;
+    for (int rank = 0; rank < options.num_ranks; ++rank) {
+      ranks.emplace_back([&run_rank, rank, token] { run_rank(rank, token); });
+      token += tokens[size(rank)];
+    }
+  }
+  if (first_error) std::rethrow_exception(first_error);
+  return result;
+}
+
+std::vector<double> widen_all(const Case& data, const std::vector<std::byte>& bytes) {
+  std::vector<double> values;
+  if (data.dtype == DType::bf16) {
+    for (const Bf16 value : view<Bf16>(bytes)) values.push_back(to_float(value));
+  } else {
+    for (const float value : view<float>(bytes)) values.push_back(value);
+  }
+  return values;
+}
+
+}  // namespace
+
+std::vector<std::int64_t> tokens_of_ranks(const Case& data, int num_ranks) {
+  if (num_ranks < 1 || num_ranks > kMaxRanks) {
+    throw_invalid("ranks is {}; it must be 1 to {}", num_ranks, kMaxRanks);
+  }
+  if (static_cast<int>(data.tokens_per_rank.size()) == num_ranks) return data.tokens_per_rank;
+  std::vector<std::int64_t> tokens;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    tokens.push_back(share_size(data.num_tokens, num_ranks, rank));
+  }
+  return tokens;
+}
+
+CaseResult run_case(const Case& data, const RunOptions& options) {
+  check_backward(data, options.backward);
+  return data.dtype == DType::bf16 ? run_as<Bf16>(data, options) : run_as<float>(data, options);
+}
+
+CaseResult run_case_sequential(const Case& data, bool backward) {
+  check_backward(data, backward);
+  return data.dtype == DType::bf16 ? run_sequential_as<Bf16>(data, backward)
+                                   : run_sequential_as<float>(data, backward);
+}
+
+ReferenceResult run_case_f64(const Case& data, bool backward) {
+  check_backward(data, backward);
+  const auto x = widen_all(data, data.x);
+  const auto w1 = widen_all(data, data.w1);
+  const auto w2 = widen_all(data, data.w2);
+  const auto d_out = backward ? widen_all(data, *data.d_out) : std::vector<double>{};
+  auto result = cpu::run_sequential(sequential_input<double>(data, x, w1, w2, d_out, backward));
+  return {.out = std::move(result.out), .d_x = std::move(result.d_x),
+          .d_topk_weights = std::move(result.d_topk_weights), .d_w1 = std::move(result.d_w1),
+          .d_w2 = std::move(result.d_w2)};
+}
+
+}  // namespace uniep
