@@ -420,18 +420,21 @@ class BackwardOperation {
 }  // namespace
 
 template <typename S>
-RankLayer<S>::RankLayer(Group& group, int rank) : group_(group), rank_(rank), first_epoch_(1) {
-  if (rank < 0 || rank >= group.config().shape.num_ranks) {
-    throw_invalid("rank is {}; ranks are 0 to {}", rank, group.config().shape.num_ranks - 1);
-  }
+RankLayer<S>::RankLayer(Group& group, int rank)
+    : group_(group), rank_(rank), epochs_(group.epochs(rank)) {
   if (group.config().shape.element_bytes != static_cast<std::int64_t>(sizeof(S))) {
     throw_invalid("the group holds elements of {} bytes; this layer's have {}",
                   group.config().shape.element_bytes, sizeof(S));
   }
+  if (epochs_.attached.exchange(true)) {
+    throw_invalid("rank {} has a layer on this group already; a rank has one at a time", rank);
+  }
 }
 
 template <typename S>
-RankLayer<S>::~RankLayer() = default;
+RankLayer<S>::~RankLayer() {
+  epochs_.attached = false;
+}
 
 // Runs body; whatever it throws poisons the group first, so that no peer waits in vain.
 template <typename S>
@@ -447,9 +450,13 @@ auto RankLayer<S>::guarded(Body body) {
 
 template <typename S>
 void RankLayer<S>::begin_operation(std::int64_t operation) {
-  epoch_ = epoch_ < first_epoch_ ? first_epoch_ : epoch_ + 1;
+  if (aborted(group_.state())) {
+    throw_world("rank {} cannot start a {}: the group failed and has not recovered; call recover() "
+                "on every rank", rank_, operation == 0 ? "forward" : "backward");
+  }
+  epochs_.current = std::max(epochs_.current + 1, epochs_.first);
   trace_.clear();
-  if (epoch_ == first_epoch_) return;
+  if (epochs_.current == epochs_.first) return;
   for (int peer = 0; peer < group_.config().shape.num_ranks; ++peer) {
     WaitSite site;
     site.rank = rank_;
@@ -457,7 +464,7 @@ void RankLayer<S>::begin_operation(std::int64_t operation) {
     site.role = "consumed";
     site.peer = peer;
     wait_at_least(group_.state(), &group_.template region<RankHeader>(peer, Region::header)->consumed,
-                  epoch_ - 1, site);
+                  epochs_.current - 1, site);
   }
 }
 
@@ -486,7 +493,7 @@ void RankLayer<S>::publish(std::span<const std::int32_t> topk_ids,
   header->num_tokens = num_tokens;
   header->operation = operation;
   header->schedule_hash = hash(config.schedule);
-  raise(&header->published, epoch_);
+  raise(&header->published, epochs_.current);
 }
 
 template <typename S>
@@ -500,19 +507,19 @@ void RankLayer<S>::wait_for_peers(std::int64_t num_tokens, std::int64_t operatio
     site.stage = operation == 0 ? "forward" : "backward";
     site.role = "plan";
     site.peer = peer;
-    wait_at_least(group_.state(), &header->published, epoch_, site);
+    wait_at_least(group_.state(), &header->published, epochs_.current, site);
     if (header->operation != operation || header->schedule_hash != mine) {
       throw_invalid("rank {} issued a {} and rank {} a {} as operation {}; all ranks of a group "
                     "must issue the same operations in the same order with the same schedule",
                     rank_, operation == 0 ? "forward" : "backward", peer,
-                    header->operation == 0 ? "forward" : "backward", epoch_ & 0xffffffffU);
+                    header->operation == 0 ? "forward" : "backward", epochs_.current & 0xffffffffU);
     }
   }
 }
 
 template <typename S>
 void RankLayer<S>::end_operation() {
-  raise(&group_.template region<RankHeader>(rank_, Region::header)->consumed, epoch_);
+  raise(&group_.template region<RankHeader>(rank_, Region::header)->consumed, epochs_.current);
 }
 
 template <typename S>
@@ -551,7 +558,7 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
     saved.weights.resize(size(rows));
     saved.x_rows.resize(size(rows * shape.hidden));
     saved.h.resize(size(rows * 2 * input.ffn));
-    ForwardOperation<S> operation(group_, rank_, epoch_, saved, input);
+    ForwardOperation<S> operation(group_, rank_, epochs_.current, saved, input);
     run_phases(group_, rank_, operation.phases(),
                [&](const Task& task, int worker) { operation.run(task, worker); }, trace_);
     end_operation();
@@ -582,7 +589,7 @@ void RankLayer<S>::backward(const Saved<S>& saved, const BackwardInput<S>& input
     wait_for_peers(num_tokens, 1);
     // Origins are complete after forward: backward only reads the saved values.
     auto& read_only = const_cast<Saved<S>&>(saved);
-    BackwardOperation<S> operation(group_, rank_, epoch_, read_only, input);
+    BackwardOperation<S> operation(group_, rank_, epochs_.current, read_only, input);
     run_phases(group_, rank_, operation.phases(),
                [&](const Task& task, int worker) { operation.run(task, worker); }, trace_);
     end_operation();
@@ -593,7 +600,7 @@ template <typename S>
 void RankLayer<S>::recover() {
   // Every rank takes the same first epoch of the new generation, above all that were ever raised.
   const std::uint64_t generation = uniep::recover(group_.state(), rank_);
-  first_epoch_ = (generation << 32) + 1;
+  epochs_.first = (generation << 32) + 1;
 }
 
 template class RankLayer<float>;

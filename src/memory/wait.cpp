@@ -50,6 +50,10 @@ void abort_group(GroupState& state, int rank, const std::string& text) {
   state.abort_word.store(static_cast<std::uint64_t>(rank) + 1, std::memory_order_release);
 }
 
+bool aborted(const GroupState& state) {
+  return state.abort_word.load(std::memory_order_acquire) != 0;
+}
+
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site) {
   if (read_acquire(word) >= expected) return;
@@ -57,7 +61,7 @@ void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expecte
   for (int round = 0;; ++round) {
     const std::uint64_t seen = read_acquire(word);
     if (seen >= expected) return;
-    if (state.abort_word.load(std::memory_order_acquire) != 0) throw_aborted(state, site.rank);
+    if (aborted(state)) throw_aborted(state, site.rank);
     const auto waited = std::chrono::steady_clock::now() - start;
     if (waited > state.bound) {
       const std::string text = describe(site, expected, seen, waited);

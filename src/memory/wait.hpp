@@ -47,6 +47,9 @@ void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expecte
 // Poisons the group, unless it already is: the first report is kept.
 void abort_group(GroupState& state, int rank, const std::string& text);
 
+// Whether the group is poisoned: nothing may start before recover.
+[[nodiscard]] bool aborted(const GroupState& state);
+
 // Collective: returns the new generation when all ranks have called it, each after its own work has
 // ended. Errors: world if a rank does not come within the bound; calling again is then valid.
 [[nodiscard]] std::uint64_t recover(GroupState& state, int rank);
