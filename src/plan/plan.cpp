@@ -2,7 +2,6 @@
 #include "plan/plan.hpp"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 
 #include "base/error.hpp"
@@ -111,27 +110,27 @@ void plan_sends(const PlanInput& input, Plan& plan) {
     slot_bias[at(expert)] = starts[at(expert)] - sent;
     sent += own[at(expert)];
   }
-  const auto topk = at(input.topk);
+  const auto topk = static_cast<std::int64_t>(input.topk);
+  const auto num_choices = static_cast<std::int64_t>(input.topk_ids.size());
   plan.send_order.resize(at(sent));
   plan.slots.resize(input.topk_ids.size());
   plan.first_choices.resize(input.topk_ids.size());
-  std::array<std::int32_t, kMaxTopk> ranks{};
-  for (std::size_t base = 0; base < input.topk_ids.size(); base += topk) {
-    for (std::size_t choice = 0; choice < topk; ++choice) {
-      const std::int32_t expert = input.topk_ids[base + choice];
-      ranks[choice] = -1;
-      plan.first_choices[base + choice] = static_cast<std::uint8_t>(choice);
+  // Place of the last first choice for each rank; one before the token's own means none yet.
+  std::vector<std::int64_t> first_of(at(placement.num_ranks), -1);
+  for (std::int64_t base = 0; base < num_choices; base += topk) {
+    for (std::int64_t i = base; i < base + topk; ++i) {
+      const std::int32_t expert = input.topk_ids[at(i)];
       if (expert < 0) {
-        plan.slots[base + choice] = -1;
+        plan.slots[at(i)] = -1;
+        plan.first_choices[at(i)] = static_cast<std::uint8_t>(i - base);
         continue;
       }
       const std::int32_t place = next[at(expert)]++;
-      plan.slots[base + choice] = slot_bias[at(expert)] + place;
-      plan.send_order[at(place)] = static_cast<std::int32_t>(base + choice);
-      ranks[choice] = placement.rank_of[at(expert)];
-      std::size_t first = 0;
-      while (ranks[first] != ranks[choice]) ++first;
-      plan.first_choices[base + choice] = static_cast<std::uint8_t>(first);
+      plan.slots[at(i)] = slot_bias[at(expert)] + place;
+      plan.send_order[at(place)] = static_cast<std::int32_t>(i);
+      std::int64_t& first = first_of[at(placement.rank_of[at(expert)])];
+      first = first < base ? i : first;
+      plan.first_choices[at(i)] = static_cast<std::uint8_t>(first - base);
     }
   }
 }
