@@ -56,6 +56,9 @@ std::int64_t total(const std::vector<std::int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), std::int64_t{0});
 }
 
+// EXPECT_NEAR takes doubles; counts here are far below 2^53.
+double as_double(std::int64_t value) { return static_cast<double>(value); }
+
 void expect_well_formed(const Routing& routing, const Grid& grid) {
   const auto num_choices = static_cast<std::size_t>(grid.tokens * grid.topk);
   ASSERT_EQ(routing.topk_ids.size(), num_choices);
@@ -103,7 +106,7 @@ TEST(Routing, EveryNameIsWellFormedAndRepeatable) {
 TEST(Routing, BalancedIsEvenAndBlindToRanks) {
   const Grid grid{4, 4000, 16, 4};
   const Routing routing = make("W0", grid);
-  for (const std::int64_t count : splits(routing, 16)) EXPECT_NEAR(count, 1000, 150);
+  for (const std::int64_t count : splits(routing, 16)) EXPECT_NEAR(as_double(count), 1000, 150);
   EXPECT_EQ(routing.tokens_per_rank, std::vector<std::int64_t>(4, 1000));
   for (const char* name : {"W0", "W1", "zipf:1", "one-hot"}) {
     EXPECT_EQ(make(name, grid).topk_ids, make(name, {8, 4000, 16, 4}).topk_ids) << name;
@@ -117,16 +120,16 @@ TEST(Routing, HotExpertsTakeFourFifths) {
   auto counts = splits(routing, 100);
   std::sort(counts.rbegin(), counts.rend());
   counts.resize(10);
-  EXPECT_NEAR(total(counts), 6400, 5);
+  EXPECT_NEAR(as_double(total(counts)), 6400, 5);
 }
 
 TEST(Routing, HotRankTakesFourFifthsAndRotates) {
   const Grid grid{4, 1000, 64, 8};
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
-    EXPECT_NEAR(rank_splits(make("W2", grid, 0, seed), grid)[seed], 6400, 5);
+    EXPECT_NEAR(as_double(rank_splits(make("W2", grid, 0, seed), grid)[seed]), 6400, 5);
     for (int call = 0; call < 6; ++call) {
       const auto rows = rank_splits(make("W6", grid, 0, seed, call), grid);
-      EXPECT_NEAR(rows[(seed + static_cast<std::uint64_t>(call)) % 4], 6400, 5);
+      EXPECT_NEAR(as_double(rows[(seed + static_cast<std::uint64_t>(call)) % 4]), 6400, 5);
     }
   }
 }
@@ -140,7 +143,7 @@ TEST(Routing, SpreadHotHasOneHotExpertOnEachRank) {
     const auto owned = static_cast<std::size_t>(split_evenly(30, 4)[rank]);
     const std::int64_t most = *std::max_element(counts.begin() + static_cast<long>(expert),
                                                 counts.begin() + static_cast<long>(expert + owned));
-    EXPECT_NEAR(most, rows[rank] / 2, rows[rank] / 10 + 1);
+    EXPECT_NEAR(as_double(most), as_double(rows[rank] / 2), as_double(rows[rank] / 10 + 1));
     expert += owned;
   }
 }
@@ -204,7 +207,7 @@ TEST(Routing, MaskKeepsTheOtherChoicesAndAllWeights) {
       ASSERT_EQ(masked.topk_ids[i], plain.topk_ids[i]);
     }
   }
-  EXPECT_NEAR(num_masked, 1000, 120);
+  EXPECT_NEAR(as_double(num_masked), 1000, 120);
   EXPECT_EQ(masked.topk_weights, plain.topk_weights);
   EXPECT_EQ(total(splits(make("W0", grid, 1), 16)), 0);
 }
