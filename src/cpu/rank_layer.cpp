@@ -116,10 +116,21 @@ class ForwardOperation {
     }
   }
 
+  std::optional<Awaited> missing(const Task& task) {
+    if (task.role == Role::gemm1) return mover_.missing_rows(task);
+    if (task.role == Role::gemm2 && schedule_.fusion == Fusion::split) {
+      return mover_.missing_word(&activated_[size(task.first)], 1, task.role, task.first, -1);
+    }
+    if (task.role == Role::gemm2 || task.role == Role::activation) {
+      return mover_.missing_word(&gemm1_done_[size(task.first)], num_ffn_tiles(), task.role,
+                                 task.first, -1);
+    }
+    return mover_.missing(task);
+  }
+
  private:
   // h columns [n0, n0 + n) of gate and of up; fused, their a columns too.
   void gemm1(const Task& task, Scratch& scratch) {
-    mover_.wait_tile_ready(task.first, Role::gemm1);
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, ffn_ - n0);
@@ -153,7 +164,6 @@ class ForwardOperation {
   }
 
   void activate_tile(std::int64_t tile) {
-    mover_.wait(&gemm1_done_[size(tile)], num_ffn_tiles(), Role::activation, tile, -1);
     activate(mover_.tiles()[size(tile)], 0, ffn_);
     // Raised by the split activation, awaited by gemm2; the tile's a becomes visible.
     raise(&activated_[size(tile)], 1);
@@ -164,11 +174,6 @@ class ForwardOperation {
   }
 
   void gemm2(const Task& task, Scratch& scratch) {
-    if (schedule_.fusion == Fusion::fused) {
-      mover_.wait(&gemm1_done_[size(task.first)], num_ffn_tiles(), Role::gemm2, task.first, -1);
-    } else {
-      mover_.wait(&activated_[size(task.first)], 1, Role::gemm2, task.first, -1);
-    }
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, hidden_ - n0);
@@ -271,6 +276,24 @@ class BackwardOperation {
     }
   }
 
+  std::optional<Awaited> missing(const Task& task) {
+    const std::size_t tile = size(task.first);
+    if (task.role == Role::dgrad2) return mover_.missing_rows(task);
+    if (task.role == Role::d_activation) {
+      return mover_.missing_word(&dgrad2_done_[tile], num_ffn_tiles(), task.role, task.first, -1);
+    }
+    if (task.role == Role::dgrad1) {
+      return mover_.missing_word(&d_activated_[tile], 1, task.role, task.first, -1);
+    }
+    if (task.role != Role::wgrad2 && task.role != Role::wgrad1) return mover_.missing(task);
+    std::optional<Awaited> awaited;
+    const auto [first, last] = mover_.tiles_of(task.first);
+    for (std::int64_t t = first; t < last && !awaited; ++t) {
+      awaited = mover_.missing_word(&d_activated_[size(t)], 1, task.role, t, -1);
+    }
+    return awaited;
+  }
+
  private:
   std::vector<Task> wgrad_tasks() const {
     std::vector<Task> tasks;
@@ -289,7 +312,6 @@ class BackwardOperation {
 
   // d_a columns of the tile; fused, straight on to d_h, a and the terms of d_topk_weights.
   void dgrad2(const Task& task, Scratch& scratch) {
-    mover_.wait_tile_ready(task.first, Role::dgrad2);
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, ffn_ - n0);
@@ -307,7 +329,6 @@ class BackwardOperation {
   }
 
   void d_activation(std::int64_t tile) {
-    mover_.wait(&dgrad2_done_[size(tile)], num_ffn_tiles(), Role::d_activation, tile, -1);
     const RowTile& t = mover_.tiles()[size(tile)];
     differentiate(t, 0, ffn_, d_a_.data() + t.row * ffn_, ffn_);
     finish_tile(tile);
@@ -357,7 +378,6 @@ class BackwardOperation {
   }
 
   void dgrad1(const Task& task, Scratch& scratch) {
-    mover_.wait(&d_activated_[size(task.first)], 1, Role::dgrad1, task.first, -1);
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, hidden_ - n0);
@@ -383,10 +403,6 @@ class BackwardOperation {
     float* out = (second ? input_.d_w2 : input_.d_w1).data() +
                  std::int64_t{task.first} * m_total * n_total + m0 * n_total + n0;
     if (rows == 0 && input_.accumulate) return;
-    const auto [first_tile, last_tile] = mover_.tiles_of(task.first);
-    for (std::int64_t tile = first_tile; tile < last_tile; ++tile) {
-      mover_.wait(&d_activated_[size(tile)], 1, task.role, tile, -1);
-    }
     const std::int64_t start = saved_.plan.expert_starts[size(task.first)];
     const S* left = second ? d_rows_.data() + start * hidden_ : d_h_.data() + start * 2 * ffn_;
     const S* right = second ? a_.data() + start * ffn_ : saved_.x_rows.data() + start * hidden_;
@@ -560,7 +576,9 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
     saved.h.resize(size(rows * 2 * input.ffn));
     ForwardOperation<S> operation(group_, rank_, epochs_.current, saved, input);
     run_phases(group_, rank_, operation.phases(),
-               [&](const Task& task, int worker) { operation.run(task, worker); }, trace_);
+               {.missing = [&](const Task& task) { return operation.missing(task); },
+                .run = [&](const Task& task, int worker) { operation.run(task, worker); }},
+               trace_);
     end_operation();
     return saved;
   });
@@ -591,7 +609,9 @@ void RankLayer<S>::backward(const Saved<S>& saved, const BackwardInput<S>& input
     auto& read_only = const_cast<Saved<S>&>(saved);
     BackwardOperation<S> operation(group_, rank_, epochs_.current, read_only, input);
     run_phases(group_, rank_, operation.phases(),
-               [&](const Task& task, int worker) { operation.run(task, worker); }, trace_);
+               {.missing = [&](const Task& task) { return operation.missing(task); },
+                .run = [&](const Task& task, int worker) { operation.run(task, worker); }},
+               trace_);
     end_operation();
   });
 }
