@@ -80,12 +80,16 @@ void fill_range(DType dtype, Rng rng, float scale, std::size_t begin, std::size_
   }
 }
 
+std::int64_t checked_bytes(DType dtype, const Dims& dims) {
+  const auto bytes = tensor_bytes(dtype, dims);
+  if (!bytes) throw_invalid("a tensor of shape {} is too large for any file", shape_text(dims));
+  return *bytes;
+}
+
 // N(0, 1/contraction) values. The bits do not depend on the number of threads.
 std::vector<std::byte> random_tensor(DType dtype, const Dims& dims, std::int64_t contraction,
                                      std::uint64_t seed, std::uint64_t stream) {
-  const auto bytes = tensor_bytes(dtype, dims);
-  if (!bytes) throw_invalid("a tensor of shape {} is too large for any file", shape_text(dims));
-  std::vector<std::byte> data(static_cast<std::size_t>(*bytes));
+  std::vector<std::byte> data(static_cast<std::size_t>(checked_bytes(dtype, dims)));
   const std::size_t count = data.size() / static_cast<std::size_t>(dtype_bytes(dtype));
   const Rng rng(seed, stream);
   const float scale = 1.0F / std::sqrt(static_cast<float>(contraction));
@@ -256,6 +260,13 @@ Case make_case(const Shape& shape, DType dtype, const RoutingSpec& routing, int 
   enum Stream : std::uint64_t { kX, kW1, kW2, kDOut };
   constexpr std::uint64_t kTensorSeed = 0x756E696570000000U;
   const std::uint64_t tensor_seed = seed ^ kTensorSeed;
+  const Dims token_dims = {data.num_tokens, data.hidden};
+  const Dims w1_dims = {data.num_experts, 2 * data.ffn, data.hidden};
+  const Dims w2_dims = {data.num_experts, data.hidden, data.ffn};
+  // All before any is made: the first could fill the memory before the second is refused.
+  for (const Dims* dims : {&token_dims, &w1_dims, &w2_dims}) {
+    static_cast<void>(checked_bytes(dtype, *dims));
+  }
   try {
     Routing made =
         make_routing(routing, num_ranks, data.num_tokens, static_cast<int>(data.num_experts),
@@ -263,12 +274,9 @@ Case make_case(const Shape& shape, DType dtype, const RoutingSpec& routing, int 
     data.tokens_per_rank = std::move(made.tokens_per_rank);
     data.topk_ids = std::move(made.topk_ids);
     data.topk_weights = std::move(made.topk_weights);
-    const Dims token_dims = {data.num_tokens, data.hidden};
     data.x = random_tensor(dtype, token_dims, 1, tensor_seed, kX);
-    data.w1 = random_tensor(dtype, {data.num_experts, 2 * data.ffn, data.hidden}, data.hidden,
-                            tensor_seed, kW1);
-    data.w2 =
-        random_tensor(dtype, {data.num_experts, data.hidden, data.ffn}, data.ffn, tensor_seed, kW2);
+    data.w1 = random_tensor(dtype, w1_dims, data.hidden, tensor_seed, kW1);
+    data.w2 = random_tensor(dtype, w2_dims, data.ffn, tensor_seed, kW2);
     if (with_d_out) data.d_out = random_tensor(dtype, token_dims, 1, tensor_seed, kDOut);
   } catch (const std::bad_alloc&) {
     throw_world("{} with {} tokens does not fit the memory of this machine", where,
