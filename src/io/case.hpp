@@ -57,6 +57,8 @@ struct Case {
 // ignored. Non-finite values are data: whoever hunts a bad step must be able to replay it.
 [[nodiscard]] Case load_case(const std::string& path);
 
+// The case as it stands in a file; save_case writes that.
+[[nodiscard]] TensorFile to_tensor_file(Case data);
 void save_case(const std::string& path, const Case& data);
 
 }  // namespace uniep
