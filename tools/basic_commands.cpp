@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <filesystem>
+#include <chrono>
 
 #include "base/error.hpp"
+#include "base/limits.hpp"
+#include "base/memory.hpp"
 #include "commands.hpp"
 #include "layer/compare.hpp"
 #include "layer/run_case.hpp"
@@ -13,20 +15,13 @@
 namespace uniep::tools {
 namespace {
 
-void print_hashes(const CaseResult& result, bool backward) {
-  const auto hashes = hash_results(result);
-  for (std::size_t i = 0; i < (backward ? hashes.size() : 1); ++i) {
-    fmt::print("{:<15} {:016x}\n", kResultNames[i], hashes[i]);
-  }
-}
-
-TensorFile to_file(const Case& c, const CaseResult& result, bool backward) {
+TensorFile to_file(const Case& c, CaseResult result, bool backward) {
   const std::vector<std::int64_t> tokens{c.num_tokens, c.hidden};
   TensorFile file;
   file.metadata = {{"uniep_format", "1"}, {"numerics", "default"}};
-  file.tensors["out"] = {c.dtype, tokens, result.out};
+  file.tensors["out"] = {c.dtype, tokens, std::move(result.out)};
   if (!backward) return file;
-  file.tensors["d_x"] = {c.dtype, tokens, result.d_x};
+  file.tensors["d_x"] = {c.dtype, tokens, std::move(result.d_x)};
   file.tensors["d_topk_weights"] =
       make_tensor(DType::f32, {c.num_tokens, c.topk}, result.d_topk_weights);
   file.tensors["d_w1"] = make_tensor(DType::f32, {c.num_experts, 2 * c.ffn, c.hidden}, result.d_w1);
@@ -35,30 +30,40 @@ TensorFile to_file(const Case& c, const CaseResult& result, bool backward) {
 }
 
 struct RunFlags {
-  std::string input, output, json, backend = "cpu", schedule, numerics = "default";
-  int ranks = 0;
+  LayerOptions layer;
+  std::string input, output, json;
+  std::int64_t ranks = 0;  // 0: the file's
   bool backward = false;
 };
 
 int run_layer(const RunFlags& f) {
-  check_backend(f.backend);
-  check_numerics(f.numerics);
-  const Schedule schedule = parse_schedule(f.schedule);
-  const Case data = load_case(f.input);
   RunOptions options;
-  options.num_ranks = f.ranks > 0 ? f.ranks : std::max(1, static_cast<int>(data.tokens_per_rank.size()));
-  options.schedule = schedule;
+  options.schedule = check_layer_options(f.layer);
+  options.wait_bound = std::chrono::seconds(f.layer.timeout);
   options.backward = f.backward;
-  const CaseResult result = run_case(data, options);
-  write_tensor_file(f.output, to_file(data, result, f.backward));
+  check_distinct(f.output, f.json);
+  const Case data = load_case(f.input);
+  const auto file_ranks = std::max<std::size_t>(1, data.tokens_per_rank.size());
+  options.num_ranks =
+      static_cast<int>(f.ranks > 0 ? f.ranks : static_cast<std::int64_t>(file_ranks));
+  const auto output = open_tensor_output(f.output);
+  Report report(f.json);
+  CaseResult result = run_case(data, options);
   const auto hashes = hash_results(result);
-  nlohmann::json json{{"schema", 1},          {"ranks", options.num_ranks},
-                      {"schedule", to_string(schedule)}, {"output", f.output}};
+  nlohmann::json json{{"schema", 1},
+                      {"ranks", options.num_ranks},
+                      {"schedule", to_string(options.schedule)},
+                      {"output", f.output}};
   for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
     json["hashes"][kResultNames[i]] = fmt::format("{:016x}", hashes[i]);
   }
-  if (f.json != "-") print_hashes(result, f.backward);
-  write_json(f.json, json);
+  report.write(json);
+  write_tensor_file(*output, f.output, to_file(data, std::move(result), f.backward));
+  output->publish();
+  for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
+    report.print("{:<15} {:016x}\n", kResultNames[i], hashes[i]);
+  }
+  report.publish();
   return 0;
 }
 
@@ -80,111 +85,152 @@ nlohmann::json trace_events(const std::vector<TraceEvent>& events) {
   return {{"traceEvents", list}, {"displayTimeUnit", "ns"}};
 }
 
+int run_info(const std::string& json_path) {
+  Report report(json_path);
+  nlohmann::json info = machine_info();
+  info["schema"] = 1;
+  info["backends"] = {{"cpu", "ok"}, {"cuda", "no: the layer is not served on cuda by this build"}};
+  info["providers"] = {{"host", "ok: ranks as threads of one process"}};
+  const auto text = [&info](const char* key) { return info[key].get<std::string>(); };
+  const auto bytes = [&info](const char* key) { return bytes_text(info[key].get<double>()); };
+  report.print("{:<14} {}, {} build, compiler {}\n", "uniep", text("version"), text("build"),
+               text("compiler"));
+  report.print("{:<14} {}, {}\n", "system", text("system"), text("architecture"));
+  report.print("{:<14} {}, {} cores, products with {}\n", "cpu", text("cpu"),
+               info["cores"].get<int>(), text("gemm_instruction_set"));
+  report.print("{:<14} {}, {} available\n", "memory", bytes("memory_bytes"),
+               bytes("available_bytes"));
+  for (const char* kind : {"backend", "provider"}) {
+    for (const auto& [name, state] : info[std::string(kind) + "s"].items()) {
+      report.print("{:<14} {}\n", fmt::format("{} {}", kind, name), state.get<std::string>());
+    }
+  }
+  report.write(info);
+  report.publish();
+  return 0;
+}
+
+struct CaseFlags {
+  CaseOptions options;
+  std::string output, json;
+  std::int64_t ranks = 1;
+};
+
+int make_case_file(const CaseFlags& f) {
+  check_distinct(f.output, f.json);
+  const auto output = open_tensor_output(f.output);
+  Report report(f.json);
+  Case data = build_case(f.options, static_cast<int>(f.ranks), true);
+  report.write({{"schema", 1},
+                {"output", f.output},
+                {"tokens", data.num_tokens},
+                {"hidden", data.hidden},
+                {"ffn", data.ffn},
+                {"experts", data.num_experts},
+                {"topk", data.topk},
+                {"ranks", f.ranks},
+                {"dtype", f.options.dtype},
+                {"routing", f.options.routing},
+                {"seed", f.options.seed}});
+  const std::string summary =
+      fmt::format("{} tokens, hidden {}, ffn {}, {} experts, topk {}, {} ranks", data.num_tokens,
+                  data.hidden, data.ffn, data.num_experts, data.topk, f.ranks);
+  write_tensor_file(*output, f.output, to_tensor_file(std::move(data)));
+  output->publish();
+  report.print("{}: {}\n", f.output, summary);
+  report.publish();
+  return 0;
+}
+
+struct TraceFlags {
+  CaseOptions options;
+  LayerOptions layer;
+  std::string output, json;
+  std::int64_t ranks = 4;
+};
+
+int run_trace(const TraceFlags& f) {
+  RunOptions options;
+  options.schedule = check_layer_options(f.layer);
+  options.wait_bound = std::chrono::seconds(f.layer.timeout);
+  options.num_ranks = static_cast<int>(f.ranks);
+  options.backward = true;
+  options.trace = true;
+  check_distinct(f.output, f.json);
+  if (f.output == "-" && f.json == "-") {
+    throw_invalid("-o and --json are both '-'; only one can go to standard output");
+  }
+  Report trace(f.output);
+  Report report(f.output == "-" && f.json.empty() ? "/dev/null" : f.json);
+  const auto result = run_case(build_case(f.options, options.num_ranks, true), options);
+  trace.write(trace_events(result.trace));
+  report.write({{"schema", 1},
+                {"output", f.output},
+                {"events", result.trace.size()},
+                {"ranks", f.ranks},
+                {"schedule", to_string(options.schedule)}});
+  trace.publish();
+  if (f.output != "-") {
+    report.print("{}: {} events of {} ranks; open it at ui.perfetto.dev\n", f.output,
+                 result.trace.size(), f.ranks);
+  }
+  report.publish();
+  return 0;
+}
+
 }  // namespace
 
 void add_info(CLI::App& app, Run& run) {
+  auto json = std::make_shared<std::string>();
   auto* command = app.add_subcommand("info", "the machine, the build, and what can run here");
-  auto* json = command->add_option("--json", "write the facts as JSON to FILE, - for stdout")
-                   ->type_name("FILE");
-  command->callback([&run, json] {
-    run = [json] {
-      nlohmann::json info = machine_info();
-      info["schema"] = 1;
-      info["backends"] = {{"cpu", "ok"},
-                          {"cuda", "no: the layer is not served on cuda by this build"}};
-      info["providers"] = {{"host", "ok: ranks as threads of one process"}};
-      const std::string file = json->count() > 0 ? json->as<std::string>() : "";
-      if (file != "-") {
-        for (const auto& [key, value] : info.items()) {
-          fmt::print("{:<22} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
-        }
-      }
-      write_json(file, info);
-      return 0;
-    };
-  });
+  add_json_option(*command, *json, "the facts");
+  command->callback([&run, json] { run = [json] { return run_info(*json); }; });
 }
 
 void add_case(CLI::App& app, Run& run) {
-  struct Flags {
-    CaseOptions options;
-    std::string output;
-    std::string json;
-    int ranks = 1;
-  };
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<CaseFlags>();
   auto* command = app.add_subcommand("case", "write a random case of a shape and a routing");
   add_case_options(*command, flags->options);
-  command->add_option("-o,--output", flags->output, "tensor file to write")->required();
-  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")->capture_default_str();
-  command->add_option("--ranks", flags->ranks, "ranks that the tokens are split over")
+  command->add_option("-o,--output", flags->output, "tensor file (safetensors) to write")
+      ->type_name("FILE")
+      ->required();
+  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")
+      ->type_name("NAME")
       ->capture_default_str();
-  command->add_option("--json", flags->json, "write a summary as JSON to FILE, - for stdout");
-  command->callback([&run, flags] {
-    run = [flags] {
-      if (flags->ranks < 1 || flags->ranks > kMaxRanks) {
-        throw_invalid("--ranks is {}; it must be 1 to {}", flags->ranks, kMaxRanks);
-      }
-      const Case data = build_case(flags->options, flags->ranks, true);
-      save_case(flags->output, data);
-      if (flags->json != "-") {
-        fmt::print("{}: {} tokens, hidden {}, ffn {}, {} experts, topk {}, {} ranks\n",
-                   flags->output, data.num_tokens, data.hidden, data.ffn, data.num_experts,
-                   data.topk, flags->ranks);
-      }
-      write_json(flags->json, {{"schema", 1}, {"output", flags->output},
-                               {"tokens", data.num_tokens}, {"hidden", data.hidden},
-                               {"ffn", data.ffn}, {"experts", data.num_experts},
-                               {"topk", data.topk}, {"ranks", flags->ranks}});
-      return 0;
-    };
-  });
+  add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks that tokens are split over");
+  add_json_option(*command, flags->json, "a summary");
+  command->callback([&run, flags] { run = [flags] { return make_case_file(*flags); }; });
 }
 
 void add_run(CLI::App& app, Run& run) {
   auto flags = std::make_shared<RunFlags>();
   auto* command = app.add_subcommand("run", "run the layer on the tensors of a file");
-  command->add_option("case", flags->input, "tensor file (safetensors)")->required();
-  command->add_option("-o,--output", flags->output, "tensor file to write")->required();
+  command->add_option("CASE", flags->input, "tensor file (safetensors) to read")->required();
+  command->add_option("-o,--output", flags->output, "tensor file (safetensors) to write")
+      ->type_name("FILE")
+      ->required();
   command->add_flag("--backward", flags->backward, "also the gradients; the case needs d_out");
-  command->add_option("--backend", flags->backend, "cpu or cuda")->capture_default_str();
-  command->add_option("--ranks", flags->ranks, "ranks, instead of the file's")
-      ->check(CLI::Range(1, kMaxRanks));
-  command->add_option("--schedule", flags->schedule, "key=value,…");
-  command->add_option("--numerics", flags->numerics, "numeric class")->capture_default_str();
-  command->add_option("--json", flags->json, "write the hashes as JSON to FILE, - for stdout");
+  add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks; the bits do not change",
+             "the file's");
+  add_layer_options(*command, flags->layer);
+  add_json_option(*command, flags->json, "the hashes");
   command->callback([&run, flags] { run = [flags] { return run_layer(*flags); }; });
 }
 
 void add_trace(CLI::App& app, Run& run) {
-  struct Flags {
-    CaseOptions options;
-    std::string output, schedule;
-    int ranks = 4;
-  };
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<TraceFlags>();
   auto* command = app.add_subcommand("trace", "write who did what when, for Perfetto");
   add_case_options(*command, flags->options);
-  command->add_option("-o,--output", flags->output, "JSON file to write")->required();
-  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")->capture_default_str();
-  command->add_option("--ranks", flags->ranks, "ranks")->capture_default_str();
-  command->add_option("--schedule", flags->schedule, "key=value,…");
-  command->callback([&run, flags] {
-    run = [flags] {
-      RunOptions options;
-      options.num_ranks = flags->ranks;
-      options.schedule = parse_schedule(flags->schedule);
-      options.backward = true;
-      options.trace = true;
-      if (flags->ranks < 1 || flags->ranks > kMaxRanks) {
-        throw_invalid("--ranks is {}; it must be 1 to {}", flags->ranks, kMaxRanks);
-      }
-      const auto result = run_case(build_case(flags->options, flags->ranks, true), options);
-      write_json(flags->output, trace_events(result.trace));
-      fmt::print("{}: {} events of {} ranks\n", flags->output, result.trace.size(), flags->ranks);
-      return 0;
-    };
-  });
+  command->add_option("-o,--output", flags->output, "trace-event JSON file to write")
+      ->type_name("FILE")
+      ->required();
+  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")
+      ->type_name("NAME")
+      ->capture_default_str();
+  add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks");
+  add_layer_options(*command, flags->layer);
+  add_json_option(*command, flags->json, "a summary");
+  command->callback([&run, flags] { run = [flags] { return run_trace(*flags); }; });
 }
 
 }  // namespace uniep::tools

@@ -17,15 +17,17 @@ namespace {
 
 struct Flags {
   CaseOptions options;
-  std::string op = "layer", schedule, baseline = "split", json, backend = "cpu";
-  std::int64_t tokens_per_rank = -1;
-  int ranks = 2, repeats = 15;
+  LayerOptions layer;
+  std::string op = "layer", baseline = "split", json;
+  std::int64_t tokens_per_rank = -1;  // -1: the shape's, split over the ranks
+  std::int64_t ranks = 2, repeats = 15;
 };
 
 double time_ms(const Case& data, const RunOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   static_cast<void>(run_case(data, options));
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+      .count();
 }
 
 std::string now_text() {
@@ -36,41 +38,40 @@ std::string now_text() {
 }
 
 int run_bench(const Flags& f) {
-  check_backend(f.backend);
+  const Schedule schedule = check_layer_options(f.layer);
   if (f.op != "layer" && f.op != "forward") {
-    throw_invalid("--op is '{}'; on the cpu it can be layer or forward", f.op);
+    throw_invalid("--op is {}; on the cpu it can be layer or forward", quote(f.op));
   }
   if (f.baseline != "split" && f.baseline != "none") {
-    throw_invalid("--baseline is '{}'; on the cpu it can be split or none", f.baseline);
+    throw_invalid("--baseline is {}; on the cpu it can be split or none", quote(f.baseline));
   }
-  if (f.repeats < 1 || f.repeats > 10000) {
-    throw_invalid("--repeats is {}; it must be 1 to 10000", f.repeats);
+  if (f.tokens_per_rank >= 0 && f.options.tokens >= 0) {
+    throw_invalid("--tokens-per-rank and --global-tokens say the same thing; give one of them");
   }
-  if (f.ranks < 1 || f.ranks > kMaxRanks) {
-    throw_invalid("--ranks is {}; it must be 1 to {}", f.ranks, kMaxRanks);
-  }
+  Report report(f.json);
+  const auto num_ranks = static_cast<int>(f.ranks);
   CaseOptions case_options = f.options;
   if (f.tokens_per_rank >= 0) case_options.tokens = f.tokens_per_rank * f.ranks;
   const bool backward = f.op == "layer";
-  const Case data = build_case(case_options, f.ranks, backward);
+  const Case data = build_case(case_options, num_ranks, backward);
   struct Candidate {
     std::string impl;
     RunOptions options;
     std::vector<double> ms;
   };
   std::vector<Candidate> candidates;
-  const Schedule schedule = parse_schedule(f.schedule);
   for (const char* impl : {"fused", "split"}) {
     if (std::string_view(impl) == "split" && f.baseline == "none") continue;
     RunOptions options;
-    options.num_ranks = f.ranks;
+    options.num_ranks = num_ranks;
+    options.wait_bound = std::chrono::seconds(f.layer.timeout);
     options.schedule = schedule;
     options.schedule.fusion = std::string_view(impl) == "fused" ? Fusion::fused : Fusion::split;
     options.backward = backward;
     candidates.push_back({impl, options, {}});
     static_cast<void>(time_ms(data, options));  // first touch of memory stays out of the numbers
   }
-  for (int i = 0; i < f.repeats; ++i) {
+  for (std::int64_t i = 0; i < f.repeats; ++i) {
     for (Candidate& c : candidates) c.ms.push_back(time_ms(data, c.options));
   }
   std::int64_t rows = 0;
@@ -78,25 +79,38 @@ int run_bench(const Flags& f) {
   const double flops = (backward ? 18.0 : 6.0) * static_cast<double>(rows) *
                        static_cast<double>(data.hidden) * static_cast<double>(data.ffn);
   nlohmann::json records = nlohmann::json::array();
-  fmt::print("{:<8} {:>10} {:>10} {:>10} {:>10}   (all ranks on one machine; set-up included)\n",
-             "impl", "median ms", "min", "max", "GFLOP/s");
+  report.print("{:<8} {:>10} {:>10} {:>10} {:>10}   (all ranks on one machine; set-up included)\n",
+               "impl", "median ms", "min", "max", "GFLOP/s");
   for (Candidate& c : candidates) {
     std::sort(c.ms.begin(), c.ms.end());
     const double median = c.ms[c.ms.size() / 2];
-    fmt::print("{:<8} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.2f}\n", c.impl, median, c.ms.front(),
-               c.ms.back(), flops / median / 1e6);
-    records.push_back({{"op", f.op}, {"shape", case_options.shape},
-                       {"tokens", data.num_tokens / f.ranks}, {"ranks", f.ranks},
-                       {"routing", case_options.routing}, {"dtype", case_options.dtype},
-                       {"schedule", to_string(c.options.schedule)}, {"impl", c.impl},
-                       {"backend", "cpu"}, {"hidden", data.hidden}, {"ffn", data.ffn},
-                       {"experts", data.num_experts}, {"topk", data.topk},
-                       {"seed", case_options.seed}, {"numerics", "default"},
-                       {"ms_median", median}, {"ms_min", c.ms.front()}, {"ms_max", c.ms.back()},
-                       {"runs", f.repeats}, {"tflops", flops / median / 1e9},
-                       {"machine", machine_info()}, {"time", now_text()}});
+    report.print("{:<8} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.2f}\n", c.impl, median, c.ms.front(),
+                 c.ms.back(), flops / median / 1e6);
+    records.push_back({{"op", f.op},
+                       {"shape", case_options.shape},
+                       {"tokens", data.num_tokens / f.ranks},
+                       {"ranks", f.ranks},
+                       {"routing", case_options.routing},
+                       {"dtype", case_options.dtype},
+                       {"schedule", to_string(c.options.schedule)},
+                       {"impl", c.impl},
+                       {"backend", "cpu"},
+                       {"hidden", data.hidden},
+                       {"ffn", data.ffn},
+                       {"experts", data.num_experts},
+                       {"topk", data.topk},
+                       {"seed", case_options.seed},
+                       {"numerics", "default"},
+                       {"ms_median", median},
+                       {"ms_min", c.ms.front()},
+                       {"ms_max", c.ms.back()},
+                       {"runs", f.repeats},
+                       {"tflops", flops / median / 1e9},
+                       {"machine", machine_info()},
+                       {"time", now_text()}});
   }
-  write_json(f.json, {{"schema", 1}, {"records", records}});
+  report.write({{"schema", 1}, {"records", records}});
+  report.publish();
   return 0;
 }
 
@@ -107,16 +121,20 @@ void add_bench(CLI::App& app, Run& run) {
   auto* command = app.add_subcommand("bench", "time the layer, fused and split in one run");
   add_case_options(*command, flags->options);
   command->add_option("--op", flags->op, "layer (forward and backward) or forward")
+      ->type_name("NAME")
       ->capture_default_str();
-  command->add_option("--backend", flags->backend, "cpu or cuda")->capture_default_str();
-  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")->capture_default_str();
-  command->add_option("--tokens-per-rank", flags->tokens_per_rank, "tokens on each rank");
-  command->add_option("--ranks", flags->ranks, "ranks")->capture_default_str();
-  command->add_option("--repeats", flags->repeats, "timed runs, interleaved")
+  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")
+      ->type_name("NAME")
       ->capture_default_str();
-  command->add_option("--schedule", flags->schedule, "key=value,…");
-  command->add_option("--baseline", flags->baseline, "split or none")->capture_default_str();
-  command->add_option("--json", flags->json, "write the records to FILE, - for stdout");
+  add_number(*command, "--tokens-per-rank", flags->tokens_per_rank, 0, kMaxTokensFlag,
+             "tokens of each rank", "the shape's");
+  add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks");
+  add_number(*command, "--repeats", flags->repeats, 1, 10000, "timed runs, interleaved");
+  add_layer_options(*command, flags->layer);
+  command->add_option("--baseline", flags->baseline, "what to time beside fused: split or none")
+      ->type_name("NAME")
+      ->capture_default_str();
+  add_json_option(*command, flags->json, "the records");
   command->callback([&run, flags] { run = [flags] { return run_bench(*flags); }; });
 }
 

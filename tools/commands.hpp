@@ -3,14 +3,18 @@
 // returns the exit code; Error and CLI11's own errors are turned into exit codes by main.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "io/case.hpp"
+#include "io/output_file.hpp"
 #include "uniep/schedule.hpp"
 
 namespace uniep::tools {
@@ -24,26 +28,66 @@ void add_verify(CLI::App& app, Run& run);
 void add_bench(CLI::App& app, Run& run);
 void add_trace(CLI::App& app, Run& run);
 
+// A number with its range and, unless `default_text` replaces it, its default in the help text.
+// Anything else than a decimal number inside the range is refused.
+void add_number(CLI::App& app, const std::string& flag, std::int64_t& value, std::int64_t low,
+                std::int64_t high, const std::string& help, const std::string& default_text = "");
+void add_real(CLI::App& app, const std::string& flag, double& value, double low, double high,
+              const std::string& help);
+
 // Shape, routing and seed options that several commands share.
 struct CaseOptions {
   std::string shape = "tiny";
   std::string routing = "uniform";
   std::string dtype = "bf16";
-  std::int64_t tokens = -1;   // global; -1 = the shape's own
+  std::int64_t tokens = -1;  // global; -1 = the shape's own, here and below
   std::int64_t hidden = -1, ffn = -1, experts = -1, topk = -1;
   double mask = 0;
   std::uint64_t seed = 1;
 };
+inline constexpr std::int64_t kMaxTokensFlag = std::int64_t{1} << 30;
 void add_case_options(CLI::App& app, CaseOptions& options);
 [[nodiscard]] Shape resolve_shape(const CaseOptions& options);
 [[nodiscard]] DType parse_dtype(const std::string& text);
 [[nodiscard]] Case build_case(const CaseOptions& options, int num_ranks, bool with_d_out);
 
-void check_backend(const std::string& backend);
-void check_numerics(const std::string& numerics);
+// Options of every command that runs the layer.
+struct LayerOptions {
+  std::string backend = "cpu", numerics = "default", schedule;
+  std::int64_t timeout = 30;  // seconds
+};
+void add_layer_options(CLI::App& app, LayerOptions& options);
+// The schedule; refuses a backend or a numeric class that is not served.
+[[nodiscard]] Schedule check_layer_options(const LayerOptions& options);
+
 [[nodiscard]] std::vector<int> parse_ranks(const std::string& text);
-// Writes to `path` through a temporary file; "-" is standard output; "" does nothing.
-void write_json(const std::string& path, const nlohmann::json& value);
 [[nodiscard]] nlohmann::json machine_info();
+
+void add_json_option(CLI::App& app, std::string& path, const std::string& what);
+
+// A command's results: a table on standard output, and JSON in a file or, instead of the table, on
+// standard output. The file is opened at once, so that a bad path is refused before any work.
+class Report {
+ public:
+  explicit Report(const std::string& json_path);
+
+  template <typename... Args>
+  void print(fmt::format_string<Args...> format, Args&&... args) {
+    if (has_table_) fmt::print(format, std::forward<Args>(args)...);
+  }
+  // Writes the JSON, which then needs only its name; publish gives it.
+  void write(const nlohmann::json& value);
+  void publish();
+
+ private:
+  bool has_table_;
+  std::string text_;  // of JSON for standard output
+  std::unique_ptr<OutputFile> file_;
+};
+
+// Opens a tensor file for output; "-" is refused.
+[[nodiscard]] std::unique_ptr<OutputFile> open_tensor_output(const std::string& path);
+// Refuses two outputs of one name.
+void check_distinct(const std::string& output, const std::string& json);
 
 }  // namespace uniep::tools

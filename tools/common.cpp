@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What the commands share: options with their checks, reports, facts about the machine.
 #include <fmt/format.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -7,49 +8,88 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <thread>
 
 #include "base/error.hpp"
 #include "base/limits.hpp"
+#include "base/memory.hpp"
 #include "commands.hpp"
 #include "uniep/version.hpp"
 #include "cpu/gemm.hpp"
 
 namespace uniep::tools {
+namespace {
+
+template <typename T>
+void add_checked(CLI::App& app, const std::string& flag, T& value, T low, T high,
+                 const std::string& help, const std::string& default_text, const char* kind) {
+  app.add_option_function<std::string>(
+         flag,
+         [flag, &value, low, high, kind](const std::string& text) {
+           T parsed{};
+           const char* end = text.data() + text.size();
+           const auto [stop, error] = std::from_chars(text.data(), end, parsed);
+           if (error != std::errc{} || stop != end || !(parsed >= low && parsed <= high)) {
+             throw_invalid("{} is {}; it must be {} from {} to {}", flag, quote(text), kind, low,
+                           high);
+           }
+           value = parsed;
+         },
+         fmt::format("{}, {} to {}", help, low, high))
+      ->type_name("N")
+      ->default_str(default_text.empty() ? fmt::format("{}", value) : default_text);
+}
+
+}  // namespace
+
+void add_number(CLI::App& app, const std::string& flag, std::int64_t& value, std::int64_t low,
+                std::int64_t high, const std::string& help, const std::string& default_text) {
+  add_checked(app, flag, value, low, high, help, default_text, "a whole number");
+}
+
+void add_real(CLI::App& app, const std::string& flag, double& value, double low, double high,
+              const std::string& help) {
+  add_checked(app, flag, value, low, high, help, "", "a number");
+}
 
 void add_case_options(CLI::App& app, CaseOptions& o) {
-  app.add_option("--shape", o.shape, "named shape, e.g. tiny, qwen3-30b-a3b")->capture_default_str();
-  app.add_option("--global-tokens", o.tokens, "tokens over all ranks");
-  app.add_option("--hidden", o.hidden, "model width H, instead of the shape's");
-  app.add_option("--ffn", o.ffn, "expert inner width F, instead of the shape's");
-  app.add_option("--experts", o.experts, "experts E, instead of the shape's");
-  app.add_option("--topk", o.topk, "choices per token, instead of the shape's");
+  std::string shapes;
+  for (const Shape& shape : named_shapes()) shapes += (shapes.empty() ? "" : ", ") + shape.name;
+  app.add_option("--shape", o.shape, "named sizes: " + shapes)
+      ->type_name("NAME")
+      ->capture_default_str();
+  const std::string own = "the shape's";
+  add_number(app, "--global-tokens", o.tokens, 0, kMaxTokensFlag, "tokens over all ranks", own);
+  add_number(app, "--hidden", o.hidden, 8, std::int64_t{1} << 30,
+             "model width H in elements, a multiple of 8", own);
+  add_number(app, "--ffn", o.ffn, 8, std::int64_t{1} << 30,
+             "inner width F of an expert in elements, a multiple of 8", own);
+  add_number(app, "--experts", o.experts, 1, 1 << 20, "experts E over all ranks", own);
+  add_number(app, "--topk", o.topk, 1, kMaxTopk, "choices of a token", own);
   app.add_option("--routing", o.routing,
-                 "W0 to W7, uniform, zipf:S, one-hot, empty-ranks, file:PATH")
+                 "which experts tokens choose: W0 to W7, uniform, zipf:S, one-hot, empty-ranks, "
+                 "file:PATH")
+      ->type_name("NAME")
       ->capture_default_str();
-  app.add_option("--mask", o.mask, "probability that a choice is masked, 0 to 1")
-      ->capture_default_str();
-  app.add_option("--seed", o.seed, "seed of every random value")->capture_default_str();
+  add_real(app, "--mask", o.mask, 0, 1, "probability that a choice is masked");
+  add_checked<std::uint64_t>(app, "--seed", o.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+                             "seed of every random value", "", "a whole number");
 }
 
 Shape resolve_shape(const CaseOptions& o) {
   Shape shape = find_shape(o.shape);
-  const auto set = [](const char* flag, std::int64_t value, std::int64_t low, std::int64_t high,
-                      std::int64_t& to) {
-    if (value == -1) return;
-    if (value < low || value > high) {
-      throw_invalid("{} is {}; it must be {} to {}", flag, value, low, high);
-    }
-    to = value;
+  const auto set = [](std::int64_t value, std::int64_t& to) {
+    if (value != -1) to = value;
   };
-  constexpr std::int64_t kMax = std::int64_t{1} << 30;
-  set("--global-tokens", o.tokens, 0, kMax, shape.tokens);
-  set("--hidden", o.hidden, 8, kMax, shape.hidden);
-  set("--ffn", o.ffn, 8, kMax, shape.ffn);
-  set("--experts", o.experts, 1, 1 << 20, shape.experts);
-  set("--topk", o.topk, 1, kMaxTopk, shape.topk);
+  set(o.tokens, shape.tokens);
+  set(o.hidden, shape.hidden);
+  set(o.ffn, shape.ffn);
+  set(o.experts, shape.experts);
+  set(o.topk, shape.topk);
   if (shape.tokens == 0 && o.tokens == -1) {
-    throw_invalid("shape {} needs --global-tokens", shape.name);
+    throw_invalid("shape {} has no token count of its own; give one with --global-tokens",
+                  shape.name);
   }
   return shape;
 }
@@ -57,7 +97,7 @@ Shape resolve_shape(const CaseOptions& o) {
 DType parse_dtype(const std::string& text) {
   if (text == "bf16") return DType::bf16;
   if (text == "f32") return DType::f32;
-  throw_invalid("--dtype is '{}'; it can be bf16 or f32", text);
+  throw_invalid("--dtype is {}; it can be bf16 or f32", quote(text));
 }
 
 Case build_case(const CaseOptions& o, int num_ranks, bool with_d_out) {
@@ -65,18 +105,34 @@ Case build_case(const CaseOptions& o, int num_ranks, bool with_d_out) {
                    o.mask, o.seed, with_d_out);
 }
 
-void check_backend(const std::string& backend) {
-  if (backend == "cpu") return;
-  if (backend == "cuda") {
-    throw_world("--backend cuda cannot run here: this build serves the layer on cpu only");
-  }
-  throw_invalid("--backend is '{}'; it can be cpu or cuda", backend);
+void add_layer_options(CLI::App& app, LayerOptions& o) {
+  app.add_option("--backend", o.backend, "cpu or cuda")->type_name("NAME")->capture_default_str();
+  app.add_option("--schedule", o.schedule,
+                 "how the work is done, never what comes out: key=value,… of fusion split|fused, "
+                 "payload choice|rank, direction push|pull, tile_m rows, tile_n columns, "
+                 "expert_order and destination_order ascending|rotated, wgrad filling|after, "
+                 "workers threads a rank, comm_workers of them that move rows first, chunk tokens")
+      ->type_name("K=V,…")
+      ->default_str(to_string(Schedule{}));
+  app.add_option("--numerics", o.numerics, "numeric class: default")
+      ->type_name("NAME")
+      ->capture_default_str();
+  add_number(app, "--timeout", o.timeout, 1, 86400,
+             "seconds without progress of any rank after which a run is given up");
 }
 
-void check_numerics(const std::string& numerics) {
-  if (numerics != "default") {
-    throw_invalid("--numerics is '{}'; the only numeric class served is default", numerics);
+Schedule check_layer_options(const LayerOptions& o) {
+  if (o.backend != "cpu" && o.backend != "cuda") {
+    throw_invalid("--backend is {}; it can be cpu or cuda", quote(o.backend));
   }
+  if (o.numerics != "default") {
+    throw_invalid("--numerics is {}; the only numeric class served is default", quote(o.numerics));
+  }
+  const Schedule schedule = parse_schedule(o.schedule);
+  if (o.backend == "cuda") {
+    throw_world("--backend cuda cannot run here: this build serves the layer on cpu only");
+  }
+  return schedule;
 }
 
 std::vector<int> parse_ranks(const std::string& text) {
@@ -89,7 +145,8 @@ std::vector<int> parse_ranks(const std::string& text) {
     const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), value);
     if (error != std::errc{} || end != item.data() + item.size() || value < 1 ||
         value > kMaxRanks) {
-      throw_invalid("--ranks has '{}'; each must be a whole number from 1 to {}", item, kMaxRanks);
+      throw_invalid("--ranks has {}; each must be a whole number from 1 to {}", quote(item),
+                    kMaxRanks);
     }
     ranks.push_back(value);
     if (comma == std::string_view::npos) return ranks;
@@ -97,30 +154,45 @@ std::vector<int> parse_ranks(const std::string& text) {
   }
 }
 
-void write_json(const std::string& path, const nlohmann::json& value) {
-  if (path.empty()) return;
-  const std::string text = value.dump(2) + "\n";
+void add_json_option(CLI::App& app, std::string& path, const std::string& what) {
+  app.add_option("--json", path, what + " as JSON to FILE; - is standard output, without the table")
+      ->type_name("FILE");
+}
+
+Report::Report(const std::string& json_path) : has_table_(json_path != "-") {
+  if (has_table_ && !json_path.empty())
+    file_ = std::make_unique<OutputFile>("JSON file", json_path);
+}
+
+void Report::write(const nlohmann::json& value) {
+  // A path may hold bytes that are not UTF-8, which JSON cannot carry.
+  const std::string text =
+      value.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  if (!has_table_) text_ = text;
+  if (!file_) return;
+  file_->write(std::as_bytes(std::span(text)));
+  file_->sync();
+}
+
+void Report::publish() {
+  if (file_) file_->publish();
+  fmt::print("{}", text_);
+}
+
+std::unique_ptr<OutputFile> open_tensor_output(const std::string& path) {
   if (path == "-") {
-    fmt::print("{}", text);
-    return;
+    throw_invalid("-o is '-', but a tensor file cannot go to standard output; give it a name");
   }
-  const std::string temporary = fmt::format("{}.tmp-{}", path, ::getpid());
-  {
-    std::ofstream file(temporary);
-    file << text;
-    file.flush();
-    if (!file) {
-      std::remove(temporary.c_str());
-      throw_invalid("--json file '{}' cannot be written; its folder must exist and be writable",
-                    path);
-    }
-  }
-  std::error_code error;
-  std::filesystem::rename(temporary, path, error);
-  if (error) {
-    std::remove(temporary.c_str());
-    throw_invalid("--json file '{}' cannot be written: {}", path, error.message());
-  }
+  return std::make_unique<OutputFile>("tensor file", path);
+}
+
+void check_distinct(const std::string& output, const std::string& json) {
+  std::error_code ignored;
+  const auto real = [&ignored](const std::string& path) {
+    return std::filesystem::weakly_canonical(path, ignored);
+  };
+  if (json.empty() || json == "-" || output == "/dev/null" || real(output) != real(json)) return;
+  throw_invalid("-o and --json both name {}; give them different files", quote(json));
 }
 
 nlohmann::json machine_info() {
@@ -140,6 +212,7 @@ nlohmann::json machine_info() {
           {"cpu", cpu},
           {"cores", std::thread::hardware_concurrency()},
           {"memory_bytes", pages * ::sysconf(_SC_PAGESIZE)},
+          {"available_bytes", available_bytes()},
           {"gemm_instruction_set", cpu::gemm_instruction_set()},
           {"compiler", __VERSION__},
           {"build", UNIEP_BUILD_TYPE},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // uniep verify: sequential execution against every rank count and many schedules, bit by bit, and
-// against f64 within a bound. With --fuzz, random shapes, routings and schedules, replayable by seed.
+// against f64 within a bound. With --fuzz, random shapes, routings and schedules, replayable by
+// seed.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -19,14 +20,15 @@ namespace {
 
 struct Flags {
   CaseOptions options;
-  std::string ranks = "1,2,4", json, backend = "cpu", numerics = "default", schedule;
-  int schedules = 8;
+  LayerOptions layer;
+  std::string ranks = "1,2,4", json, dtype = "both";
+  std::int64_t schedules = 8;
   bool fuzz = false;
   double seconds = 10;
-  std::string dtype = "both";
 };
 
 struct Verdict {
+  Report report;
   int runs = 0;
   int failures = 0;
   nlohmann::json records = nlohmann::json::array();
@@ -34,31 +36,33 @@ struct Verdict {
 
 void fail(Verdict& verdict, const std::string& text) {
   ++verdict.failures;
-  fmt::print("FAIL  {}\n", text);
+  verdict.report.print("FAIL  {}\n", text);
 }
 
 // The schedules of one rank count: the given or default one first, then points of the space.
-Schedule schedule_at(const Flags& flags, int index) {
-  if (index == 0 || !flags.schedule.empty()) return parse_schedule(flags.schedule);
+Schedule schedule_at(const Flags& flags, std::int64_t index) {
+  if (index == 0 || !flags.layer.schedule.empty()) return parse_schedule(flags.layer.schedule);
   return sample_schedule(flags.options.seed, static_cast<std::uint64_t>(index));
 }
 
-void print_row(const std::string& name, const std::array<std::uint64_t, 5>& hashes, int equal,
-               int runs) {
-  fmt::print("{:<12}", name);
-  for (const std::uint64_t hash : hashes) fmt::print("  {:016x}", hash);
-  fmt::print("  {}/{}\n", equal, runs);
+void print_row(Report& report, const std::string& name, const std::array<std::uint64_t, 5>& hashes,
+               std::int64_t equal, std::int64_t runs) {
+  report.print("{:<12}", name);
+  for (const std::uint64_t hash : hashes) report.print("  {:016x}", hash);
+  report.print("  {}/{}\n", equal, runs);
 }
 
 void verify_f64(const Case& data, const CaseResult& sequential, Verdict& verdict) {
+  Report& report = verdict.report;
   const auto bounds = compare_with_f64(data, sequential, run_case_f64(data, true));
-  fmt::print("{:<12}", "f64 error");
+  report.print("{:<12}", "f64 error");
   for (std::size_t i = 0; i < bounds.size(); ++i) {
-    fmt::print("  {:>7.1e}<{:>7.1e} ", bounds[i].relative, bounds[i].bound);
-    verdict.records.push_back({{"result", kResultNames[i]}, {"f64_error", bounds[i].relative},
+    report.print("  {:>7.1e}<{:>7.1e} ", bounds[i].relative, bounds[i].bound);
+    verdict.records.push_back({{"result", kResultNames[i]},
+                               {"f64_error", bounds[i].relative},
                                {"bound", bounds[i].bound}});
   }
-  fmt::print("\n");
+  report.print("\n");
   for (std::size_t i = 0; i < bounds.size(); ++i) {
     if (!(bounds[i].relative <= bounds[i].bound)) {
       fail(verdict, fmt::format("{} is {:.2e} from f64, more than {:.2e}", kResultNames[i],
@@ -68,21 +72,22 @@ void verify_f64(const Case& data, const CaseResult& sequential, Verdict& verdict
 }
 
 void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict) {
+  Report& report = verdict.report;
   CaseOptions case_options = flags.options;
   case_options.dtype = dtype;
   const std::vector<int> ranks = parse_ranks(flags.ranks);
   const int widest = *std::max_element(ranks.begin(), ranks.end());
   const Case data = build_case(case_options, widest, true);
   const CaseResult sequential = run_case_sequential(data, true);
-  fmt::print("{:<12}", dtype);
-  for (const char* name : kResultNames) fmt::print("  {:<16}", name);
-  fmt::print("  equal\n");
+  report.print("{:<12}", dtype);
+  for (const char* name : kResultNames) report.print("  {:<16}", name);
+  report.print("  equal\n");
   const auto expected = hash_results(sequential);
-  print_row("sequential", expected, 1, 1);
+  print_row(report, "sequential", expected, 1, 1);
   for (const int num_ranks : ranks) {
-    int equal = 0;
+    std::int64_t equal = 0;
     auto hashes = expected;
-    for (int i = 0; i < flags.schedules; ++i) {
+    for (std::int64_t i = 0; i < flags.schedules; ++i) {
       if (::isatty(STDERR_FILENO) != 0) {
         fmt::print(stderr, "\r{} ranks {} schedule {}/{} ", dtype, num_ranks, i + 1,
                    flags.schedules);
@@ -90,6 +95,7 @@ void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict
       RunOptions options;
       options.num_ranks = num_ranks;
       options.schedule = schedule_at(flags, i);
+      options.wait_bound = std::chrono::seconds(flags.layer.timeout);
       options.backward = true;
       const CaseResult result = run_case(data, options);
       ++verdict.runs;
@@ -103,9 +109,9 @@ void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict
       }
     }
     if (::isatty(STDERR_FILENO) != 0) fmt::print(stderr, "\r{:40}\r", "");
-    print_row(fmt::format("{} ranks", num_ranks), hashes, equal, flags.schedules);
-    nlohmann::json record{{"dtype", dtype}, {"ranks", num_ranks}, {"schedules", flags.schedules},
-                          {"equal", equal}};
+    print_row(report, fmt::format("{} ranks", num_ranks), hashes, equal, flags.schedules);
+    nlohmann::json record{
+        {"dtype", dtype}, {"ranks", num_ranks}, {"schedules", flags.schedules}, {"equal", equal}};
     for (std::size_t r = 0; r < hashes.size(); ++r) {
       record["hashes"][kResultNames[r]] = fmt::format("{:016x}", hashes[r]);
     }
@@ -120,16 +126,15 @@ T pick(Rng& rng, const std::array<T, N>& values) {
 }
 
 // One random case from a seed; returns what failed, or nothing.
-std::string fuzz_one(std::uint64_t seed, std::string& description) {
+std::string fuzz_one(std::uint64_t seed, std::int64_t timeout, std::string& description) {
   Rng rng(seed);
   constexpr std::array<std::int64_t, 7> kWidths{8, 16, 64, 72, 136, 200, 264};
   constexpr std::array<std::int64_t, 9> kTokens{0, 1, 2, 7, 31, 33, 45, 64, 129};
   constexpr std::array<std::int64_t, 8> kExperts{1, 2, 3, 6, 8, 10, 20, 33};
   constexpr std::array<std::int64_t, 7> kTopks{1, 2, 3, 6, 7, 8, 10};
   constexpr std::array<int, 7> kRanks{1, 2, 3, 4, 5, 8, 16};
-  constexpr std::array<const char*, 11> kRoutings{"W0", "W1", "W2", "W3", "W4", "W5",
-                                                  "W6", "W7", "zipf:1.2", "one-hot",
-                                                  "empty-ranks"};
+  constexpr std::array<const char*, 11> kRoutings{
+      "W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7", "zipf:1.2", "one-hot", "empty-ranks"};
   CaseOptions o;
   o.shape = "tiny";
   o.hidden = pick(rng, kWidths);
@@ -146,6 +151,7 @@ std::string fuzz_one(std::uint64_t seed, std::string& description) {
   RunOptions options;
   options.num_ranks = num_ranks;
   options.backward = true;
+  options.wait_bound = std::chrono::seconds(timeout);
   options.repeats = static_cast<int>(1 + rng.below(2));
   options.schedule = sample_schedule(seed, rng.below(1U << 20));
   description = fmt::format(
@@ -163,44 +169,62 @@ std::string fuzz_one(std::uint64_t seed, std::string& description) {
   return describe_difference(data, run_case_sequential(data, true), run_case(data, options));
 }
 
-int run_fuzz(const Flags& flags, Verdict& verdict) {
-  fmt::print("seed {} (replay one case: --fuzz --seconds 0 --seed SEED)\n", flags.options.seed);
+void run_fuzz(const Flags& flags, Verdict& verdict) {
+  verdict.report.print("seed {} (replay one case: --fuzz --seconds 0 --seed SEED)\n",
+                       flags.options.seed);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(flags.seconds);
   std::uint64_t seed = flags.options.seed;
   do {
     std::string description;
-    const std::string failure = fuzz_one(seed, description);
+    const std::string failure = fuzz_one(seed, flags.layer.timeout, description);
     ++verdict.runs;
-    if (!failure.empty()) fail(verdict, fmt::format("seed {}: {}: {}", seed, description, failure));
+    if (!failure.empty()) {
+      fail(verdict, fmt::format("seed {}: {}: {}", seed, description, failure));
+      verdict.records.push_back({{"seed", seed}, {"case", description}, {"difference", failure}});
+    }
     ++seed;
   } while (std::chrono::steady_clock::now() < end && verdict.failures < 10);
-  fmt::print("{} cases, seeds {} to {}\n", verdict.runs, flags.options.seed, seed - 1);
-  return verdict.failures;
+  verdict.report.print("{} cases, seeds {} to {}\n", verdict.runs, flags.options.seed, seed - 1);
 }
 
 int run_verify(const Flags& flags) {
-  check_backend(flags.backend);
-  check_numerics(flags.numerics);
-  if (flags.schedules < 1 || flags.schedules > 100000) {
-    throw_invalid("--schedules is {}; it must be 1 to 100000", flags.schedules);
+  static_cast<void>(check_layer_options(flags.layer));
+  static_cast<void>(parse_ranks(flags.ranks));
+  if (flags.dtype != "both" && flags.dtype != "f32" && flags.dtype != "bf16") {
+    throw_invalid("--dtype is {}; it can be both, f32 or bf16", quote(flags.dtype));
   }
-  if (!(flags.seconds >= 0 && flags.seconds <= 1e6)) {
-    throw_invalid("--seconds is {}; it must be 0 to 1000000", flags.seconds);
-  }
-  if (flags.dtype != "both") static_cast<void>(parse_dtype(flags.dtype));
-  static_cast<void>(parse_schedule(flags.schedule));
-  Verdict verdict;
+  Verdict verdict{.report = Report(flags.json)};
   if (flags.fuzz) {
     run_fuzz(flags, verdict);
   } else {
     if (flags.dtype != "bf16") verify_dtype(flags, "f32", verdict);
     if (flags.dtype != "f32") verify_dtype(flags, "bf16", verdict);
   }
-  fmt::print("{}: {} runs, {} failures\n", verdict.failures == 0 ? "PASS" : "FAIL", verdict.runs,
-             verdict.failures);
-  write_json(flags.json, {{"schema", 1}, {"seed", flags.options.seed}, {"runs", verdict.runs},
-                          {"failures", verdict.failures}, {"records", verdict.records}});
+  verdict.report.print("{}: {} runs, {} failures\n", verdict.failures == 0 ? "PASS" : "FAIL",
+                       verdict.runs, verdict.failures);
+  verdict.report.write({{"schema", 1},
+                        {"seed", flags.options.seed},
+                        {"runs", verdict.runs},
+                        {"failures", verdict.failures},
+                        {"records", verdict.records}});
+  verdict.report.publish();
   return verdict.failures == 0 ? 0 : 1;
+}
+
+// --fuzz chooses everything from the seed: a flag that it would not heed is refused, and so is
+// --seconds without it.
+void check_fuzz_flags(const CLI::App& command, bool fuzz) {
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->count() == 0) continue;
+    const std::string name = option->get_name();
+    const bool both = name == "--seed" || name == "--json" || name == "--timeout" ||
+                      name == "--backend" || name == "--numerics";
+    const bool fuzz_only = name == "--fuzz" || name == "--seconds";
+    if (!both && fuzz_only != fuzz) {
+      throw_invalid("{} has no meaning {} --fuzz; leave one of them out or add the other", name,
+                    fuzz ? "with" : "without");
+    }
+  }
 }
 
 }  // namespace
@@ -209,18 +233,22 @@ void add_verify(CLI::App& app, Run& run) {
   auto flags = std::make_shared<Flags>();
   auto* command = app.add_subcommand("verify", "prove that ranks and schedules give the same bits");
   add_case_options(*command, flags->options);
-  command->add_option("--backend", flags->backend, "cpu or cuda")->capture_default_str();
-  command->add_option("--dtype", flags->dtype, "both, f32 or bf16")->capture_default_str();
-  command->add_option("--ranks", flags->ranks, "rank counts, comma separated")
+  command->add_option("--dtype", flags->dtype, "both, f32 or bf16")
+      ->type_name("NAME")
       ->capture_default_str();
-  command->add_option("--schedules", flags->schedules, "schedules for each rank count")
+  command->add_option("--ranks", flags->ranks, "rank counts, 1 to 1024, comma separated")
+      ->type_name("N,…")
       ->capture_default_str();
-  command->add_option("--schedule", flags->schedule, "only this schedule, key=value,…");
-  command->add_option("--numerics", flags->numerics, "numeric class")->capture_default_str();
+  add_number(*command, "--schedules", flags->schedules, 1, 100000, "schedules for each rank count");
+  add_layer_options(*command, flags->layer);
+  command->get_option("--schedule")->description("only this schedule, key=value,…");
   command->add_flag("--fuzz", flags->fuzz, "random shapes, routings, ranks and schedules");
-  command->add_option("--seconds", flags->seconds, "how long to fuzz")->capture_default_str();
-  command->add_option("--json", flags->json, "write the table as JSON to FILE, - for stdout");
-  command->callback([&run, flags] { run = [flags] { return run_verify(*flags); }; });
+  add_real(*command, "--seconds", flags->seconds, 0, 1e6, "seconds to fuzz; 0 tries one case");
+  add_json_option(*command, flags->json, "the table");
+  command->callback([&run, flags, command] {
+    check_fuzz_flags(*command, flags->fuzz);
+    run = [flags] { return run_verify(*flags); };
+  });
 }
 
 }  // namespace uniep::tools

@@ -14,6 +14,7 @@
 
 #include "uniep/bf16.hpp"
 #include "base/error.hpp"
+#include "base/memory.hpp"
 #include "base/rng.hpp"
 
 namespace uniep {
@@ -106,6 +107,17 @@ std::vector<std::byte> random_tensor(DType dtype, const Dims& dims, std::int64_t
   fill_range(dtype, rng, scale, 0, std::min(count, per_thread), data.data());
   threads.clear();  // joins
   return data;
+}
+
+// About what the tensors of a case take.
+double case_bytes(const Case& data, bool with_d_out) {
+  const auto element = static_cast<double>(dtype_bytes(data.dtype));
+  const auto tokens = static_cast<double>(data.num_tokens);
+  const auto hidden = static_cast<double>(data.hidden);
+  return element *
+             ((with_d_out ? 2 : 1) * tokens * hidden +
+              3 * static_cast<double>(data.num_experts) * hidden * static_cast<double>(data.ffn)) +
+         8 * tokens * static_cast<double>(data.topk);
 }
 
 // The tensors of one file, with errors that name it.
@@ -267,6 +279,8 @@ Case make_case(const Shape& shape, DType dtype, const RoutingSpec& routing, int 
   for (const Dims* dims : {&token_dims, &w1_dims, &w2_dims}) {
     static_cast<void>(checked_bytes(dtype, *dims));
   }
+  require_memory(case_bytes(data, with_d_out),
+                 fmt::format("{} with {} tokens", where, data.num_tokens));
   try {
     Routing made =
         make_routing(routing, num_ranks, data.num_tokens, static_cast<int>(data.num_experts),
@@ -308,24 +322,29 @@ Case load_case(const std::string& path) {
   return data;
 }
 
-void save_case(const std::string& path, const Case& data) {
+TensorFile to_tensor_file(Case data) {
   check_dtype(data.dtype, "the dtype", "the case");
   check_sizes(data, "the case");
   const Dims token_dims = {data.num_tokens, data.hidden};
   const Dims choice_dims = {data.num_tokens, data.topk};
   TensorFile file;
   file.metadata = {{"uniep_format", "1"}, {"activation", "swiglu"}, {"numerics", "default"}};
-  file.tensors["x"] = {data.dtype, token_dims, data.x};
+  file.tensors["x"] = {data.dtype, token_dims, std::move(data.x)};
   file.tensors["topk_ids"] = make_tensor(DType::i32, choice_dims, data.topk_ids);
   file.tensors["topk_weights"] = make_tensor(DType::f32, choice_dims, data.topk_weights);
-  file.tensors["w1"] = {data.dtype, {data.num_experts, 2 * data.ffn, data.hidden}, data.w1};
-  file.tensors["w2"] = {data.dtype, {data.num_experts, data.hidden, data.ffn}, data.w2};
-  if (data.d_out) file.tensors["d_out"] = {data.dtype, token_dims, *data.d_out};
+  file.tensors["w1"] = {
+      data.dtype, {data.num_experts, 2 * data.ffn, data.hidden}, std::move(data.w1)};
+  file.tensors["w2"] = {data.dtype, {data.num_experts, data.hidden, data.ffn}, std::move(data.w2)};
+  if (data.d_out) file.tensors["d_out"] = {data.dtype, token_dims, std::move(*data.d_out)};
   if (!data.tokens_per_rank.empty()) {
     const auto num_ranks = static_cast<std::int64_t>(data.tokens_per_rank.size());
     file.tensors["tokens_per_rank"] = make_tensor(DType::i64, {num_ranks}, data.tokens_per_rank);
   }
-  write_tensor_file(path, file);
+  return file;
+}
+
+void save_case(const std::string& path, const Case& data) {
+  write_tensor_file(path, to_tensor_file(data));
 }
 
 }  // namespace uniep

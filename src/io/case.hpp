@@ -33,4 +33,7 @@ struct Shape {
 [[nodiscard]] Case make_case(const Shape& shape, DType dtype, const RoutingSpec& routing,
                              int num_ranks, double mask, std::uint64_t seed, bool with_d_out);
 
+// The case as it stands in a file; save_case writes that.
+[[nodiscard]] TensorFile to_tensor_file(Case data);
+
 }  // namespace uniep

@@ -9,17 +9,15 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cerrno>
-#include <filesystem>
 #include <limits>
 #include <new>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <system_error>
 
 #include "base/error.hpp"
+#include "base/memory.hpp"
 
 namespace uniep {
 namespace {
@@ -308,94 +306,6 @@ void check_offsets(const std::string& path, const Header& header, std::int64_t d
   }
 }
 
-[[noreturn]] void throw_write_error(const std::string& path, int error) {
-  switch (error) {
-    case EACCES:
-    case EISDIR:
-    case ELOOP:
-    case ENAMETOOLONG:
-    case ENOENT:
-    case ENOTDIR:
-    case EPERM:
-    case EROFS:
-      throw_invalid("tensor file {} cannot be written: {}; choose an existing, writable folder",
-                    quote(path), error_text(error));
-    default:
-      throw_world("tensor file {} cannot be written: {}", quote(path), error_text(error));
-  }
-}
-
-// A new file beside `path` that takes its name on publish() and otherwise disappears.
-class OutputFile {
- public:
-  explicit OutputFile(const std::string& path) : path_(path), target_(path) {
-    std::error_code ignored;
-    const auto status = std::filesystem::status(path, ignored);
-    if (std::filesystem::exists(status)) {
-      if (!std::filesystem::is_regular_file(status)) {
-        throw_invalid(
-            "tensor file {} cannot be written: there is something else than a regular "
-            "file of that name",
-            quote(path));
-      }
-      // Behind a symbolic link the file changes, not the link.
-      if (auto real = std::filesystem::canonical(path, ignored); !ignored) target_ = real;
-    }
-    if (!target_.has_filename()) throw_invalid("tensor file {} has no file name", quote(path));
-    open_unused_name();
-  }
-
-  ~OutputFile() {
-    if (fd_ >= 0) ::close(fd_);
-    if (!temporary_.empty()) ::unlink(temporary_.c_str());
-  }
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
-
-  void write(std::span<const std::byte> bytes) {
-    while (!bytes.empty()) {
-      const ssize_t count = ::write(fd_, bytes.data(), bytes.size());
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0) throw_write_error(path_, errno);
-      bytes = bytes.subspan(static_cast<std::size_t>(count));
-    }
-  }
-
-  void publish() {
-    if (::fsync(fd_) != 0) throw_write_error(path_, errno);
-    const int closed = ::close(std::exchange(fd_, -1));
-    if (closed != 0) throw_write_error(path_, errno);
-    if (::rename(temporary_.c_str(), target_.c_str()) != 0) throw_write_error(path_, errno);
-    temporary_.clear();
-    // The name itself, as far as the file system allows it.
-    const int folder = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0) return;
-    ::fsync(folder);
-    ::close(folder);
-  }
-
- private:
-  void open_unused_name() {
-    static std::atomic<std::uint64_t> serial = 0;
-    folder_ = target_.has_parent_path() ? target_.parent_path() : ".";
-    do {
-      temporary_ = folder_ / fmt::format(".uniep-{}-{}.tmp", ::getpid(), serial++);
-      fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    } while (fd_ < 0 && (errno == EEXIST || errno == EINTR));
-    if (fd_ < 0) {
-      const int error = errno;
-      temporary_.clear();
-      throw_write_error(path_, error);
-    }
-  }
-
-  const std::string& path_;
-  std::filesystem::path target_;
-  std::filesystem::path folder_;
-  std::filesystem::path temporary_;
-  int fd_ = -1;
-};
-
 using NamedTensor = std::pair<const std::string, Tensor>;
 
 // Wide types first, so that every tensor is aligned to its own element.
@@ -513,6 +423,7 @@ std::string quote(std::string_view text) {
 TensorFile read_tensor_file(const std::string& path) {
   try {
     const InputFile input(path);
+    require_memory(static_cast<double>(input.num_bytes()), "tensor file " + quote(path));
     const std::string text = read_header_text(input, path);
     Header header = parse_header(path, text);
     const std::int64_t data_start = kLengthBytes + static_cast<std::int64_t>(text.size());
@@ -534,14 +445,18 @@ TensorFile read_tensor_file(const std::string& path) {
   }
 }
 
-void write_tensor_file(const std::string& path, const TensorFile& file) {
+void write_tensor_file(OutputFile& output, const std::string& path, const TensorFile& file) {
   const auto order = file_order(file);
   const std::string text = header_text(path, file, order);
   const auto length = static_cast<std::uint64_t>(text.size());
-  OutputFile output(path);
   output.write(std::as_bytes(std::span(&length, 1)));
   output.write(std::as_bytes(std::span(text)));
   for (const NamedTensor* item : order) output.write(item->second.data);
+}
+
+void write_tensor_file(const std::string& path, const TensorFile& file) {
+  OutputFile output("tensor file", path);
+  write_tensor_file(output, path, file);
   output.publish();
 }
 

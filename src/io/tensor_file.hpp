@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/output_file.hpp"
 #include "uniep/dtype.hpp"
 
 namespace uniep {
@@ -48,10 +49,11 @@ struct TensorFile {
 // for a failed read or too little memory.
 [[nodiscard]] TensorFile read_tensor_file(const std::string& path);
 
-// The file appears under its name complete or not at all: it is written beside it, synced and
-// renamed; the temporary file is removed on failure. Throws invalid_argument where the path cannot
-// be written or `file` contradicts itself, world for a full disk and the like.
+// The file appears under its name complete or not at all. Throws invalid_argument where the path
+// cannot be written or `file` contradicts itself, world for a full disk and the like.
 void write_tensor_file(const std::string& path, const TensorFile& file);
+// The same into `output`, which the caller opened early and publishes; `path` is for error texts.
+void write_tensor_file(OutputFile& output, const std::string& path, const TensorFile& file);
 
 // Values of a tensor as T, whose size must be that of the tensor's dtype, and the way back.
 template <typename T>

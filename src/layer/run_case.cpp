@@ -8,8 +8,10 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/memory.hpp"
 #include "cpu/rank_layer.hpp"
 #include "cpu/sequential.hpp"
+#include "io/tensor_file.hpp"
 
 namespace uniep {
 namespace {
@@ -93,9 +95,29 @@ RankSlice<S> slice_of(const Case& data, const RunOptions& options, CaseResult& r
   return slice;
 }
 
+// About what a run takes beside its case: results, what each rank keeps of its rows (every expert is
+// padded by up to 63 of them), and every rank's table of counts. The heap asks for its own.
+double run_bytes(const Case& data, const RunOptions& options) {
+  const auto element = static_cast<double>(dtype_bytes(data.dtype));
+  const auto tokens = static_cast<double>(data.num_tokens);
+  const auto hidden = static_cast<double>(data.hidden);
+  const auto ffn = static_cast<double>(data.ffn);
+  const auto experts = static_cast<double>(data.num_experts);
+  const auto ranks = static_cast<double>(options.num_ranks);
+  const double rows = tokens * static_cast<double>(data.topk) + 63 * experts;
+  double bytes = element * (tokens * hidden + rows * (hidden + 3 * ffn)) + 24 * rows +
+                 16 * ranks * ranks * experts;
+  if (options.backward) {
+    bytes += element * (tokens * hidden + rows * (hidden + 3 * ffn)) + 12 * experts * hidden * ffn;
+    if (options.schedule.fusion == Fusion::split) bytes += 4 * rows * ffn;
+  }
+  return bytes;
+}
+
 template <typename S>
 CaseResult run_as(const Case& data, const RunOptions& options) {
   const std::vector<std::int64_t> tokens = tokens_of_ranks(data, options.num_ranks);
+  require_memory(run_bytes(data, options), fmt::format("the run on {} ranks", options.num_ranks));
   CaseResult result;
   result.out.resize(data.x.size());
   if (options.backward) {
@@ -154,6 +176,15 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
   return result;
 }
 
+// About what the sequential path takes beside its case, with accumulators of `width` bytes.
+double sequential_bytes(const Case& data, bool backward, double width) {
+  const auto tokens = static_cast<double>(data.num_tokens);
+  const double weights = 3 * static_cast<double>(data.num_experts) *
+                         static_cast<double>(data.hidden) * static_cast<double>(data.ffn);
+  const double rows = tokens * static_cast<double>(data.topk) * static_cast<double>(data.hidden);
+  return width * (backward ? 2 : 1) * (weights + 2 * tokens * static_cast<double>(data.hidden) + rows);
+}
+
 std::vector<double> widen_all(const Case& data, const std::vector<std::byte>& bytes) {
   std::vector<double> values;
   if (data.dtype == DType::bf16) {
@@ -185,12 +216,14 @@ CaseResult run_case(const Case& data, const RunOptions& options) {
 
 CaseResult run_case_sequential(const Case& data, bool backward) {
   check_backward(data, backward);
+  require_memory(sequential_bytes(data, backward, 4), "the sequential path");
   return data.dtype == DType::bf16 ? run_sequential_as<Bf16>(data, backward)
                                    : run_sequential_as<float>(data, backward);
 }
 
 ReferenceResult run_case_f64(const Case& data, bool backward) {
   check_backward(data, backward);
+  require_memory(2 * sequential_bytes(data, backward, 8), "the path in f64");
   const auto x = widen_all(data, data.x);
   const auto w1 = widen_all(data, data.w1);
   const auto w2 = widen_all(data, data.w2);

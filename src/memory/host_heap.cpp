@@ -3,26 +3,14 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <fstream>
 #include <limits>
-#include <string>
 
 #include "base/error.hpp"
+#include "base/memory.hpp"
 #include "memory/symmetric_heap.hpp"
 
 namespace uniep {
 namespace {
-
-// Bytes that the system says can still be used; the largest value where it says nothing.
-std::uint64_t available_bytes() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  while (file >> word) {
-    std::uint64_t kib = 0;
-    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
-  }
-  return std::numeric_limits<std::uint64_t>::max();
-}
 
 class HostHeap final : public SymmetricHeap {
  public:
@@ -35,10 +23,12 @@ class HostHeap final : public SymmetricHeap {
     }
     bytes_ = std::max<std::size_t>(bytes_, 64);
     if (const std::uint64_t available = available_bytes(); bytes_ > available) {
-      throw_world("the symmetric heap needs {} bytes and {} are available; use fewer tokens or ranks",
-                  bytes_, available);
+      throw_world(
+          "the symmetric heap needs {} bytes and {} are available; use fewer tokens or ranks",
+          bytes_, available);
     }
-    void* mapping = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* mapping =
+        ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED) {
       throw_world("the system refused {} bytes for the symmetric heap", bytes_);
     }
