@@ -64,12 +64,12 @@ int run_layer(const RunFlags& f) {
 
 // Trace-event JSON (the format of chrome://tracing, which Perfetto reads): a process a rank, a
 // thread a worker, microseconds from the first event.
-nlohmann::json trace_events(const std::vector<cpu::TraceEvent>& events) {
+nlohmann::json trace_events(const std::vector<TraceEvent>& events) {
   std::int64_t start = events.empty() ? 0 : events.front().start_ns;
   for (const auto& event : events) start = std::min(start, event.start_ns);
   nlohmann::json list = nlohmann::json::array();
   for (const auto& event : events) {
-    list.push_back({{"name", cpu::to_string(event.task.role)},
+    list.push_back({{"name", to_string(event.task.role)},
                     {"ph", "X"},
                     {"pid", event.task.rank},
                     {"tid", event.task.worker},

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "io/case.hpp"
-#include "schedule/schedule.hpp"
+#include "uniep/schedule.hpp"
 
 namespace uniep::tools {
 

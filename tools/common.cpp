@@ -12,6 +12,7 @@
 #include "base/error.hpp"
 #include "base/limits.hpp"
 #include "commands.hpp"
+#include "uniep/version.hpp"
 #include "cpu/gemm.hpp"
 
 namespace uniep::tools {

@@ -9,6 +9,7 @@
 
 #include "base/error.hpp"
 #include "commands.hpp"
+#include "uniep/version.hpp"
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <limits>
 #include <span>
 
-#include "base/bf16.hpp"
+#include "uniep/bf16.hpp"
 
 namespace uniep::cpu {
 

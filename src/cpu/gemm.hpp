@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/bf16.hpp"
+#include "uniep/bf16.hpp"
 
 namespace uniep::cpu {
 

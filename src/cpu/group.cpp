@@ -29,41 +29,19 @@ const GroupConfig& checked(const GroupConfig& config) {
 
 }  // namespace
 
-const char* to_string(Role role) {
-  switch (role) {
-    case Role::send:
-      return "send";
-    case Role::pull:
-      return "pull";
-    case Role::fanout:
-      return "fanout";
-    case Role::gemm1:
-      return "gemm1";
-    case Role::activation:
-      return "activation";
-    case Role::gemm2:
-      return "gemm2";
-    case Role::dgrad2:
-      return "dgrad2";
-    case Role::d_activation:
-      return "d_activation";
-    case Role::dgrad1:
-      return "dgrad1";
-    case Role::wgrad2:
-      return "wgrad2";
-    case Role::wgrad1:
-      return "wgrad1";
-    case Role::reduce:
-      return "reduce";
-  }
-  return "unknown";
-}
-
 Group::Group(GroupConfig config)
     : config_(std::move(config)), layout_(checked(config_).shape, config_.schedule) {
   heap_ = make_host_heap(config_.shape.num_ranks,
                          static_cast<std::size_t>(layout_.bytes_per_rank()));
   state_ = std::make_unique<GroupState>(config_.shape.num_ranks, config_.wait_bound);
+  epochs_ = std::vector<RankEpochs>(static_cast<std::size_t>(config_.shape.num_ranks));
+}
+
+RankEpochs& Group::epochs(int rank) {
+  if (rank < 0 || rank >= config_.shape.num_ranks) {
+    throw_invalid("rank is {}; ranks are 0 to {}", rank, config_.shape.num_ranks - 1);
+  }
+  return epochs_[static_cast<std::size_t>(rank)];
 }
 
 }  // namespace uniep::cpu

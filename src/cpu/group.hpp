@@ -3,35 +3,21 @@
 // bounded waits, and the schedule, the same for all by construction. Ranks are threads here.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "layout/heap_layout.hpp"
 #include "memory/symmetric_heap.hpp"
 #include "memory/wait.hpp"
-#include "schedule/schedule.hpp"
+#include "uniep/schedule.hpp"
 #include "topo/placement.hpp"
+#include "uniep/trace.hpp"
 
 namespace uniep::cpu {
-
-enum class Role { send, pull, fanout, gemm1, activation, gemm2, dgrad2, d_activation, dgrad1, wgrad2,
-                  wgrad1, reduce };
-[[nodiscard]] const char* to_string(Role role);
-
-struct TaskInfo {
-  int rank = 0;
-  int worker = 0;
-  Role role = Role::send;
-  std::int64_t index = 0;  // token chunk, row tile or local expert
-};
-
-struct TraceEvent {
-  TaskInfo task;
-  std::int64_t start_ns = 0;  // steady clock
-  std::int64_t end_ns = 0;
-};
 
 struct GroupConfig {
   HeapShape shape;
@@ -40,6 +26,13 @@ struct GroupConfig {
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
   std::function<void(const TaskInfo&)> before_task;  // tests: delays and faults; may throw Error
   bool trace = false;
+};
+
+// Where a rank stands in the order of operations.
+struct RankEpochs {
+  std::uint64_t current = 0;  // of the operation under way, or the last one
+  std::uint64_t first = 1;    // of this generation; nobody waits for consumed below it
+  std::atomic<bool> attached = false;  // to a layer
 };
 
 class Group {
@@ -51,6 +44,9 @@ class Group {
   [[nodiscard]] const HeapLayout& layout() const { return layout_; }
   [[nodiscard]] GroupState& state() { return *state_; }
 
+  // Errors: invalid_argument for a rank outside the group.
+  [[nodiscard]] RankEpochs& epochs(int rank);
+
   template <typename T>
   [[nodiscard]] T* region(int rank, Region region) {
     return reinterpret_cast<T*>(heap_->map(rank) + layout_.offset(region));
@@ -61,6 +57,7 @@ class Group {
   HeapLayout layout_;
   std::unique_ptr<SymmetricHeap> heap_;
   std::unique_ptr<GroupState> state_;
+  std::vector<RankEpochs> epochs_;
 };
 
 }  // namespace uniep::cpu

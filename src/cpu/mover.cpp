@@ -80,19 +80,55 @@ std::vector<Task> Mover<S>::reduce_tasks() const {
 }
 
 template <typename S>
-void Mover<S>::wait(std::uint64_t* word, std::uint64_t expected, Role role, std::int64_t tile,
-                    int peer) {
-  WaitSite site;
-  site.rank = rank_;
-  site.stage = to_string(role);
-  site.role = to_string(role);
-  site.tile = tile;
-  site.peer = peer;
-  if (tile >= 0 && size(tile) < tiles_.size()) {
+std::optional<Awaited> Mover<S>::missing_word(std::uint64_t* word, std::uint64_t expected,
+                                              Role role, std::int64_t tile, int peer) const {
+  if (read_acquire(word) >= expected) return std::nullopt;
+  Awaited awaited{.word = word, .expected = expected, .site = {}};
+  awaited.site.rank = rank_;
+  awaited.site.stage = to_string(role);
+  awaited.site.role = to_string(role);
+  awaited.site.tile = tile;
+  awaited.site.peer = peer;
+  if (tile >= 0) {
     const auto& mine = group_.config().placement.experts_of[size(rank_)];
-    site.expert = mine[size(tiles_[size(tile)].local_expert)];
+    awaited.site.expert = mine[size(tiles_[size(tile)].local_expert)];
   }
-  wait_at_least(group_.state(), word, expected, site);
+  return awaited;
+}
+
+template <typename S>
+std::optional<Awaited> Mover<S>::missing_rows(const Task& task) {
+  return missing_word(&tile_ready_[size(task.first)], 1, task.role, task.first, rank_);
+}
+
+template <typename S>
+std::optional<Awaited> Mover<S>::missing(const Task& task) {
+  std::optional<Awaited> awaited;
+  if (task.role == Role::pull) {
+    auto* ready = group_.region<std::uint64_t>(task.second, Region::send_ready);
+    for_needed_tokens(task, [&](std::int64_t token) {
+      if (!awaited) awaited = missing_word(ready + token, epoch_, Role::pull, -1, task.second);
+    });
+  } else if (task.role == Role::fanout) {
+    const RowTile& t = tiles_[size(task.first)];
+    if (saved_.origins[size(t.row)].rank < 0) fill_origins(task.first);
+    for (std::int64_t row = t.row; row < t.row + t.rows && !awaited; ++row) {
+      const RowOrigin& origin = saved_.origins[size(row)];
+      awaited = missing_word(source_of(origin).ready, epoch_, Role::fanout, task.first, origin.rank);
+    }
+  } else if (task.role == Role::reduce) {
+    auto* ready = group_.region<std::uint64_t>(rank_, Region::return_ready);
+    const auto& rank_of = group_.config().placement.rank_of;
+    const std::int64_t first = std::int64_t{task.first} * schedule_.chunk * saved_.plan.topk;
+    const std::int64_t last = std::min(first + std::int64_t{schedule_.chunk} * saved_.plan.topk,
+                                       saved_.plan.num_tokens * saved_.plan.topk);
+    for (std::int64_t i = first; i < last && !awaited; ++i) {
+      const std::int32_t expert = saved_.topk_ids[size(i)];
+      if (expert < 0) continue;
+      awaited = missing_word(ready + i, epoch_, Role::reduce, -1, rank_of[size(expert)]);
+    }
+  }
+  return awaited;
 }
 
 template <typename S>
@@ -133,29 +169,34 @@ void Mover<S>::send(const Task& task) {
 }
 
 template <typename S>
-void Mover<S>::pull(const Task& task) {
-  const std::int64_t hidden = shape_.hidden;
+template <typename Visitor>
+void Mover<S>::for_needed_tokens(const Task& task, Visitor visit) {
   const int source = task.second;
   const std::int64_t first = std::int64_t{task.first} * schedule_.chunk;
   const std::int64_t last = std::min(first + schedule_.chunk, peer_tokens(source));
   const auto* ids = group_.region<std::int32_t>(source, Region::topk_ids);
-  const S* send_rows = group_.region<S>(source, Region::send_rows);
-  auto* send_ready = group_.region<std::uint64_t>(source, Region::send_ready);
-  S* recv_rows = group_.region<S>(rank_, Region::recv_rows);
-  auto* ready = group_.region<std::uint64_t>(rank_, Region::row_ready);
   const auto& rank_of = group_.config().placement.rank_of;
   for (std::int64_t token = first; token < last; ++token) {
     const std::int32_t* choices = ids + token * shape_.topk;
     const bool needed = std::any_of(choices, choices + shape_.topk, [&](std::int32_t expert) {
       return expert >= 0 && rank_of[size(expert)] == rank_;
     });
-    if (!needed) continue;
-    wait(send_ready + token, epoch_, Role::pull, -1, source);
-    const std::int64_t place = source * shape_.max_tokens + token;
+    if (needed) visit(token);
+  }
+}
+
+template <typename S>
+void Mover<S>::pull(const Task& task) {
+  const std::int64_t hidden = shape_.hidden;
+  const S* send_rows = group_.region<S>(task.second, Region::send_rows);
+  S* recv_rows = group_.region<S>(rank_, Region::recv_rows);
+  auto* ready = group_.region<std::uint64_t>(rank_, Region::row_ready);
+  for_needed_tokens(task, [&](std::int64_t token) {
+    const std::int64_t place = task.second * shape_.max_tokens + token;
     std::memcpy(recv_rows + place * hidden, send_rows + token * hidden, size(hidden) * sizeof(S));
     // Raised by this rank's puller, awaited by its fan-out; the row becomes visible.
     raise(ready + place, epoch_);
-  }
+  });
 }
 
 template <typename S>
@@ -196,20 +237,12 @@ void Mover<S>::fill_origins(std::int64_t tile) {
 template <typename S>
 void Mover<S>::fanout(std::int64_t tile, S* rows_out) {
   const RowTile& t = tiles_[size(tile)];
-  if (saved_.origins[size(t.row)].rank < 0) fill_origins(tile);
   for (std::int64_t row = t.row; row < t.row + t.rows; ++row) {
-    const RowOrigin& origin = saved_.origins[size(row)];
-    const Source source = source_of(origin);
-    wait(source.ready, epoch_, Role::fanout, tile, origin.rank);
+    const Source source = source_of(saved_.origins[size(row)]);
     std::memcpy(rows_out + row * shape_.hidden, source.row, size(shape_.hidden) * sizeof(S));
   }
   // Raised by the fan-out, awaited by the tile's GEMM tasks; rows_out of the tile becomes visible.
   raise(&tile_ready_[size(tile)], 1);
-}
-
-template <typename S>
-void Mover<S>::wait_tile_ready(std::int64_t tile, Role role) {
-  wait(&tile_ready_[size(tile)], 1, role, tile, rank_);
 }
 
 template <typename S>
@@ -249,7 +282,6 @@ void Mover<S>::reduce(const Task& task, S* out, float* d_topk_weights) {
   const std::int64_t last = std::min(first + schedule_.chunk, plan.num_tokens);
   const S* staging = group_.region<S>(rank_, Region::staging);
   const float* d_weights = group_.region<float>(rank_, Region::d_weight_staging);
-  auto* ready = group_.region<std::uint64_t>(rank_, Region::return_ready);
   std::vector<float> sum(size(hidden));
   for (std::int64_t token = first; token < last; ++token) {
     std::fill(sum.begin(), sum.end(), 0.0F);
@@ -259,7 +291,6 @@ void Mover<S>::reduce(const Task& task, S* out, float* d_topk_weights) {
         if (d_topk_weights != nullptr) d_topk_weights[i] = 0.0F;
         continue;
       }
-      wait(ready + i, epoch_, Role::reduce, -1, group_.config().placement.rank_of[size(expert)]);
       const S* row = staging + i * hidden;
       for (std::int64_t n = 0; n < hidden; ++n) sum[size(n)] += widen(row[n]);
       if (d_topk_weights != nullptr) d_topk_weights[i] = d_weights[i];

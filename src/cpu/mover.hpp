@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstring>
+#include <optional>
 
 #include "cpu/rank_layer.hpp"
 #include "cpu/task_runner.hpp"
@@ -28,9 +29,8 @@ class Mover {
 
   void send(const Task& task);
   void pull(const Task& task);
-  // Copies the tile's rows to rows_out [padded_rows, hidden], waiting for each; raises tile_ready.
+  // Copies the tile's rows to rows_out [padded_rows, hidden]; raises tile_ready.
   void fanout(std::int64_t tile, S* rows_out);
-  void wait_tile_ready(std::int64_t tile, Role role);
   // Columns [n0, n0 + n) of the tile's results, c [rows, n] with row stride ldc, to their homes.
   // After the last of `num_column_tiles` calls the home ranks are signalled.
   void return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n, const float* c,
@@ -39,8 +39,13 @@ class Mover {
   // Sums the chunk's tokens into out [num_tokens, hidden] and, where asked, copies d_topk_weights.
   void reduce(const Task& task, S* out, float* d_topk_weights);
 
-  // Bounded wait for a word private to this rank or in a heap.
-  void wait(std::uint64_t* word, std::uint64_t expected, Role role, std::int64_t tile, int peer);
+  // What a task of a moving role still waits for; nothing: it can run now.
+  [[nodiscard]] std::optional<Awaited> missing(const Task& task);
+  // The same for a multiplying task that needs its tile's rows.
+  [[nodiscard]] std::optional<Awaited> missing_rows(const Task& task);
+  // A word private to this rank or in a heap: awaited unless it is there.
+  [[nodiscard]] std::optional<Awaited> missing_word(std::uint64_t* word, std::uint64_t expected,
+                                                    Role role, std::int64_t tile, int peer) const;
   [[nodiscard]] const std::vector<RowTile>& tiles() const { return tiles_; }
   // Indices into tiles() of one local expert's tiles.
   [[nodiscard]] std::pair<std::int64_t, std::int64_t> tiles_of(std::int32_t local_expert) const {
@@ -48,6 +53,9 @@ class Mover {
   }
 
  private:
+  // Tokens of a chunk that this rank has to fetch.
+  template <typename Visitor>
+  void for_needed_tokens(const Task& task, Visitor visit);
   struct Source {  // where a row is to be read once its signal is there
     const S* row;
     std::uint64_t* ready;

@@ -116,10 +116,21 @@ class ForwardOperation {
     }
   }
 
+  std::optional<Awaited> missing(const Task& task) {
+    if (task.role == Role::gemm1) return mover_.missing_rows(task);
+    if (task.role == Role::gemm2 && schedule_.fusion == Fusion::split) {
+      return mover_.missing_word(&activated_[size(task.first)], 1, task.role, task.first, -1);
+    }
+    if (task.role == Role::gemm2 || task.role == Role::activation) {
+      return mover_.missing_word(&gemm1_done_[size(task.first)], num_ffn_tiles(), task.role,
+                                 task.first, -1);
+    }
+    return mover_.missing(task);
+  }
+
  private:
   // h columns [n0, n0 + n) of gate and of up; fused, their a columns too.
   void gemm1(const Task& task, Scratch& scratch) {
-    mover_.wait_tile_ready(task.first, Role::gemm1);
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, ffn_ - n0);
@@ -153,7 +164,6 @@ class ForwardOperation {
   }
 
   void activate_tile(std::int64_t tile) {
-    mover_.wait(&gemm1_done_[size(tile)], num_ffn_tiles(), Role::activation, tile, -1);
     activate(mover_.tiles()[size(tile)], 0, ffn_);
     // Raised by the split activation, awaited by gemm2; the tile's a becomes visible.
     raise(&activated_[size(tile)], 1);
@@ -164,11 +174,6 @@ class ForwardOperation {
   }
 
   void gemm2(const Task& task, Scratch& scratch) {
-    if (schedule_.fusion == Fusion::fused) {
-      mover_.wait(&gemm1_done_[size(task.first)], num_ffn_tiles(), Role::gemm2, task.first, -1);
-    } else {
-      mover_.wait(&activated_[size(task.first)], 1, Role::gemm2, task.first, -1);
-    }
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, hidden_ - n0);
@@ -271,6 +276,24 @@ class BackwardOperation {
     }
   }
 
+  std::optional<Awaited> missing(const Task& task) {
+    const std::size_t tile = size(task.first);
+    if (task.role == Role::dgrad2) return mover_.missing_rows(task);
+    if (task.role == Role::d_activation) {
+      return mover_.missing_word(&dgrad2_done_[tile], num_ffn_tiles(), task.role, task.first, -1);
+    }
+    if (task.role == Role::dgrad1) {
+      return mover_.missing_word(&d_activated_[tile], 1, task.role, task.first, -1);
+    }
+    if (task.role != Role::wgrad2 && task.role != Role::wgrad1) return mover_.missing(task);
+    std::optional<Awaited> awaited;
+    const auto [first, last] = mover_.tiles_of(task.first);
+    for (std::int64_t t = first; t < last && !awaited; ++t) {
+      awaited = mover_.missing_word(&d_activated_[size(t)], 1, task.role, t, -1);
+    }
+    return awaited;
+  }
+
  private:
   std::vector<Task> wgrad_tasks() const {
     std::vector<Task> tasks;
@@ -289,7 +312,6 @@ class BackwardOperation {
 
   // d_a columns of the tile; fused, straight on to d_h, a and the terms of d_topk_weights.
   void dgrad2(const Task& task, Scratch& scratch) {
-    mover_.wait_tile_ready(task.first, Role::dgrad2);
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, ffn_ - n0);
@@ -307,7 +329,6 @@ class BackwardOperation {
   }
 
   void d_activation(std::int64_t tile) {
-    mover_.wait(&dgrad2_done_[size(tile)], num_ffn_tiles(), Role::d_activation, tile, -1);
     const RowTile& t = mover_.tiles()[size(tile)];
     differentiate(t, 0, ffn_, d_a_.data() + t.row * ffn_, ffn_);
     finish_tile(tile);
@@ -357,7 +378,6 @@ class BackwardOperation {
   }
 
   void dgrad1(const Task& task, Scratch& scratch) {
-    mover_.wait(&d_activated_[size(task.first)], 1, Role::dgrad1, task.first, -1);
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, hidden_ - n0);
@@ -383,10 +403,6 @@ class BackwardOperation {
     float* out = (second ? input_.d_w2 : input_.d_w1).data() +
                  std::int64_t{task.first} * m_total * n_total + m0 * n_total + n0;
     if (rows == 0 && input_.accumulate) return;
-    const auto [first_tile, last_tile] = mover_.tiles_of(task.first);
-    for (std::int64_t tile = first_tile; tile < last_tile; ++tile) {
-      mover_.wait(&d_activated_[size(tile)], 1, task.role, tile, -1);
-    }
     const std::int64_t start = saved_.plan.expert_starts[size(task.first)];
     const S* left = second ? d_rows_.data() + start * hidden_ : d_h_.data() + start * 2 * ffn_;
     const S* right = second ? a_.data() + start * ffn_ : saved_.x_rows.data() + start * hidden_;
@@ -420,18 +436,21 @@ class BackwardOperation {
 }  // namespace
 
 template <typename S>
-RankLayer<S>::RankLayer(Group& group, int rank) : group_(group), rank_(rank), first_epoch_(1) {
-  if (rank < 0 || rank >= group.config().shape.num_ranks) {
-    throw_invalid("rank is {}; ranks are 0 to {}", rank, group.config().shape.num_ranks - 1);
-  }
+RankLayer<S>::RankLayer(Group& group, int rank)
+    : group_(group), rank_(rank), epochs_(group.epochs(rank)) {
   if (group.config().shape.element_bytes != static_cast<std::int64_t>(sizeof(S))) {
     throw_invalid("the group holds elements of {} bytes; this layer's have {}",
                   group.config().shape.element_bytes, sizeof(S));
   }
+  if (epochs_.attached.exchange(true)) {
+    throw_invalid("rank {} has a layer on this group already; a rank has one at a time", rank);
+  }
 }
 
 template <typename S>
-RankLayer<S>::~RankLayer() = default;
+RankLayer<S>::~RankLayer() {
+  epochs_.attached = false;
+}
 
 // Runs body; whatever it throws poisons the group first, so that no peer waits in vain.
 template <typename S>
@@ -447,9 +466,13 @@ auto RankLayer<S>::guarded(Body body) {
 
 template <typename S>
 void RankLayer<S>::begin_operation(std::int64_t operation) {
-  epoch_ = epoch_ < first_epoch_ ? first_epoch_ : epoch_ + 1;
+  if (aborted(group_.state())) {
+    throw_world("rank {} cannot start a {}: the group failed and has not recovered; call recover() "
+                "on every rank", rank_, operation == 0 ? "forward" : "backward");
+  }
+  epochs_.current = std::max(epochs_.current + 1, epochs_.first);
   trace_.clear();
-  if (epoch_ == first_epoch_) return;
+  if (epochs_.current == epochs_.first) return;
   for (int peer = 0; peer < group_.config().shape.num_ranks; ++peer) {
     WaitSite site;
     site.rank = rank_;
@@ -457,7 +480,7 @@ void RankLayer<S>::begin_operation(std::int64_t operation) {
     site.role = "consumed";
     site.peer = peer;
     wait_at_least(group_.state(), &group_.template region<RankHeader>(peer, Region::header)->consumed,
-                  epoch_ - 1, site);
+                  epochs_.current - 1, site);
   }
 }
 
@@ -486,7 +509,7 @@ void RankLayer<S>::publish(std::span<const std::int32_t> topk_ids,
   header->num_tokens = num_tokens;
   header->operation = operation;
   header->schedule_hash = hash(config.schedule);
-  raise(&header->published, epoch_);
+  raise(&header->published, epochs_.current);
 }
 
 template <typename S>
@@ -500,19 +523,19 @@ void RankLayer<S>::wait_for_peers(std::int64_t num_tokens, std::int64_t operatio
     site.stage = operation == 0 ? "forward" : "backward";
     site.role = "plan";
     site.peer = peer;
-    wait_at_least(group_.state(), &header->published, epoch_, site);
+    wait_at_least(group_.state(), &header->published, epochs_.current, site);
     if (header->operation != operation || header->schedule_hash != mine) {
       throw_invalid("rank {} issued a {} and rank {} a {} as operation {}; all ranks of a group "
                     "must issue the same operations in the same order with the same schedule",
                     rank_, operation == 0 ? "forward" : "backward", peer,
-                    header->operation == 0 ? "forward" : "backward", epoch_ & 0xffffffffU);
+                    header->operation == 0 ? "forward" : "backward", epochs_.current & 0xffffffffU);
     }
   }
 }
 
 template <typename S>
 void RankLayer<S>::end_operation() {
-  raise(&group_.template region<RankHeader>(rank_, Region::header)->consumed, epoch_);
+  raise(&group_.template region<RankHeader>(rank_, Region::header)->consumed, epochs_.current);
 }
 
 template <typename S>
@@ -551,9 +574,11 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
     saved.weights.resize(size(rows));
     saved.x_rows.resize(size(rows * shape.hidden));
     saved.h.resize(size(rows * 2 * input.ffn));
-    ForwardOperation<S> operation(group_, rank_, epoch_, saved, input);
+    ForwardOperation<S> operation(group_, rank_, epochs_.current, saved, input);
     run_phases(group_, rank_, operation.phases(),
-               [&](const Task& task, int worker) { operation.run(task, worker); }, trace_);
+               {.missing = [&](const Task& task) { return operation.missing(task); },
+                .run = [&](const Task& task, int worker) { operation.run(task, worker); }},
+               trace_);
     end_operation();
     return saved;
   });
@@ -582,9 +607,11 @@ void RankLayer<S>::backward(const Saved<S>& saved, const BackwardInput<S>& input
     wait_for_peers(num_tokens, 1);
     // Origins are complete after forward: backward only reads the saved values.
     auto& read_only = const_cast<Saved<S>&>(saved);
-    BackwardOperation<S> operation(group_, rank_, epoch_, read_only, input);
+    BackwardOperation<S> operation(group_, rank_, epochs_.current, read_only, input);
     run_phases(group_, rank_, operation.phases(),
-               [&](const Task& task, int worker) { operation.run(task, worker); }, trace_);
+               {.missing = [&](const Task& task) { return operation.missing(task); },
+                .run = [&](const Task& task, int worker) { operation.run(task, worker); }},
+               trace_);
     end_operation();
   });
 }
@@ -593,7 +620,7 @@ template <typename S>
 void RankLayer<S>::recover() {
   // Every rank takes the same first epoch of the new generation, above all that were ever raised.
   const std::uint64_t generation = uniep::recover(group_.state(), rank_);
-  first_epoch_ = (generation << 32) + 1;
+  epochs_.first = (generation << 32) + 1;
 }
 
 template class RankLayer<float>;

@@ -59,6 +59,8 @@ struct BackwardInput {
 template <typename S>
 class RankLayer {
  public:
+  // Errors: invalid_argument for a rank outside the group, one that has a layer already, or a group
+  // of another element size. A later layer of the same rank goes on where this one ended.
   RankLayer(Group& group, int rank);
   ~RankLayer();
   RankLayer(const RankLayer&) = delete;
@@ -86,8 +88,7 @@ class RankLayer {
 
   Group& group_;
   int rank_;
-  std::uint64_t epoch_ = 0;        // of the operation under way
-  std::uint64_t first_epoch_ = 0;  // of this generation; nobody waits for consumed below it
+  RankEpochs& epochs_;
   std::vector<TraceEvent> trace_;
 };
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/task_runner.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "base/error.hpp"
@@ -19,9 +21,16 @@ std::int64_t now_ns() {
       .count();
 }
 
+// The tickets of one list of tasks, and those set aside.
+struct Queue {
+  std::mutex mutex;
+  std::size_t next = 0;
+  std::vector<std::size_t> aside;  // ascending
+};
+
 struct Progress {
-  std::uint64_t comm_ticket = 0;
-  std::uint64_t compute_ticket = 0;
+  Queue comm;
+  Queue compute;
   // Advanced by the worker that finished a task, awaited by all workers at the end of a phase;
   // everything the phase wrote becomes visible.
   std::uint64_t done = 0;
@@ -29,18 +38,18 @@ struct Progress {
 
 class Runner {
  public:
-  Runner(Group& group, int rank, const std::vector<Phase>& phases,
-         const std::function<void(const Task&, int)>& run_task)
-      : group_(group), rank_(rank), phases_(phases), run_task_(run_task), progress_(phases.size()) {}
+  Runner(Group& group, int rank, const std::vector<Phase>& phases, const TaskFunctions& functions)
+      : group_(group), rank_(rank), phases_(phases), functions_(functions),
+        progress_(phases.size()) {}
 
   void work(int worker, std::vector<TraceEvent>& trace) {
     try {
       for (std::size_t i = 0; i < phases_.size(); ++i) {
         const Phase& phase = phases_[i];
         const bool comm_first = worker < group_.config().schedule.comm_workers;
-        const auto drain_comm = [&] { drain(phase.comm, progress_[i].comm_ticket, i, worker, trace); };
+        const auto drain_comm = [&] { drain(phase.comm, progress_[i].comm, i, worker, trace); };
         if (comm_first) drain_comm();
-        drain(phase.compute, progress_[i].compute_ticket, i, worker, trace);
+        drain(phase.compute, progress_[i].compute, i, worker, trace);
         if (!comm_first) drain_comm();
         WaitSite site;
         site.rank = rank_;
@@ -61,28 +70,74 @@ class Runner {
   }
 
  private:
-  void drain(const std::vector<Task>& tasks, std::uint64_t& ticket, std::size_t phase, int worker,
+  void drain(const std::vector<Task>& tasks, Queue& queue, std::size_t phase, int worker,
              std::vector<TraceEvent>& trace) {
-    const GroupConfig& config = group_.config();
+    std::optional<std::chrono::steady_clock::time_point> idle_since;
+    int round = 0;
     while (true) {
-      const std::uint64_t mine =
-          std::atomic_ref<std::uint64_t>(ticket).fetch_add(1, std::memory_order_relaxed);
-      if (mine >= tasks.size()) return;
-      const Task& task = tasks[mine];
-      const TaskInfo info{.rank = rank_, .worker = worker, .role = task.role, .index = task.first};
-      if (config.before_task) config.before_task(info);
-      const std::int64_t start = config.trace ? now_ns() : 0;
-      run_task_(task, worker);
-      if (config.trace) trace.push_back({.task = info, .start_ns = start, .end_ns = now_ns()});
-      std::atomic_ref<std::uint64_t>(progress_[phase].done)
-          .fetch_add(1, std::memory_order_acq_rel);
+      throw_if_aborted(group_.state(), rank_);
+      std::optional<Awaited> oldest;
+      bool finished = false;
+      if (const Task* task = take(tasks, queue, oldest, finished)) {
+        run(*task, phase, worker, trace);
+        idle_since.reset();
+        round = 0;
+        continue;
+      }
+      if (finished) return;
+      // Without `oldest` another worker is looking at what was set aside.
+      const auto now = std::chrono::steady_clock::now();
+      if (!idle_since) idle_since = now;
+      if (oldest && now - *idle_since > group_.state().bound) {
+        expire(group_.state(), *oldest, now - *idle_since);
+      }
+      pause_for(round++);
     }
+  }
+
+  // A task that can run now, or none: then what the oldest one seen waits for, and whether all
+  // tickets are drawn and nothing is aside.
+  const Task* take(const std::vector<Task>& tasks, Queue& queue, std::optional<Awaited>& oldest,
+                   bool& finished) {
+    std::size_t look_at = 0;  // place among those aside
+    while (true) {
+      std::size_t ticket = 0;
+      {
+        const std::lock_guard lock(queue.mutex);
+        if (look_at < queue.aside.size()) {
+          ticket = queue.aside[look_at];
+          queue.aside.erase(queue.aside.begin() + static_cast<std::ptrdiff_t>(look_at));
+        } else if (queue.next < tasks.size() && queue.aside.size() < kWindow) {
+          ticket = queue.next++;
+        } else {
+          finished = queue.next == tasks.size() && queue.aside.empty();
+          return nullptr;
+        }
+      }
+      const std::optional<Awaited> missing = functions_.missing(tasks[ticket]);
+      if (!missing) return &tasks[ticket];
+      if (!oldest) oldest = missing;
+      const std::lock_guard lock(queue.mutex);
+      const auto place = std::lower_bound(queue.aside.begin(), queue.aside.end(), ticket);
+      look_at = static_cast<std::size_t>(place - queue.aside.begin()) + 1;
+      queue.aside.insert(place, ticket);
+    }
+  }
+
+  void run(const Task& task, std::size_t phase, int worker, std::vector<TraceEvent>& trace) {
+    const GroupConfig& config = group_.config();
+    const TaskInfo info{.rank = rank_, .worker = worker, .role = task.role, .index = task.first};
+    if (config.before_task) config.before_task(info);
+    const std::int64_t start = config.trace ? now_ns() : 0;
+    functions_.run(task, worker);
+    if (config.trace) trace.push_back({.task = info, .start_ns = start, .end_ns = now_ns()});
+    std::atomic_ref<std::uint64_t>(progress_[phase].done).fetch_add(1, std::memory_order_acq_rel);
   }
 
   Group& group_;
   int rank_;
   const std::vector<Phase>& phases_;
-  const std::function<void(const Task&, int)>& run_task_;
+  const TaskFunctions& functions_;
   std::vector<Progress> progress_;
   std::mutex mutex_;
   std::exception_ptr error_;
@@ -91,10 +146,9 @@ class Runner {
 }  // namespace
 
 void run_phases(Group& group, int rank, const std::vector<Phase>& phases,
-                const std::function<void(const Task&, int)>& run_task,
-                std::vector<TraceEvent>& trace) {
+                const TaskFunctions& functions, std::vector<TraceEvent>& trace) {
   const int num_workers = group.config().schedule.workers;
-  Runner runner(group, rank, phases, run_task);
+  Runner runner(group, rank, phases, functions);
   std::vector<std::vector<TraceEvent>> traces(static_cast<std::size_t>(num_workers));
   {
     std::vector<std::jthread> threads;

@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/bf16.hpp"
+#include "uniep/bf16.hpp"
 #include "base/error.hpp"
 #include "base/rng.hpp"
 

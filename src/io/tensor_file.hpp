@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-namespace uniep {
+#include "uniep/dtype.hpp"
 
-enum class DType { bf16, f32, f64, i32, i64 };
+namespace uniep {
 
 [[nodiscard]] std::int64_t dtype_bytes(DType dtype);
 [[nodiscard]] std::string_view dtype_name(DType dtype);  // as in files: "BF16", "F32", …

@@ -9,7 +9,7 @@
 
 #include <fmt/format.h>
 
-#include "base/bf16.hpp"
+#include "uniep/bf16.hpp"
 #include "base/hash.hpp"
 
 namespace uniep {

@@ -127,7 +127,7 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
           share_start(data.num_experts, options.num_ranks, rank),
           share_size(data.num_experts, options.num_ranks, rank));
       cpu::RankLayer<S> layer(group, rank);
-      std::vector<cpu::TraceEvent> trace;
+      std::vector<TraceEvent> trace;
       for (int repeat = 0; repeat < options.repeats; ++repeat) {
         const auto saved = layer.forward(slice.forward);
         trace = layer.trace();

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "schedule/schedule.hpp"
+#include "uniep/schedule.hpp"
 
 namespace uniep {
 

@@ -14,17 +14,6 @@ constexpr int kSpins = 64;
 constexpr int kYields = 256;
 constexpr std::chrono::microseconds kLongestSleep{100};
 
-// More workers than cores is normal: look a few times, then give the core away.
-void pause_for(int round) {
-  if (round < kSpins) return;
-  if (round < kSpins + kYields) {
-    std::this_thread::yield();
-    return;
-  }
-  std::this_thread::sleep_for(
-      std::min(kLongestSleep, std::chrono::microseconds(round - kSpins - kYields + 1)));
-}
-
 std::string describe(const WaitSite& site, std::uint64_t expected, std::uint64_t seen,
                      std::chrono::nanoseconds waited) {
   std::string text = fmt::format("rank {} waited {} ms in stage {}, role {}", site.rank,
@@ -36,12 +25,30 @@ std::string describe(const WaitSite& site, std::uint64_t expected, std::uint64_t
   return text + fmt::format(": expected {}, seen {}", expected, seen);
 }
 
-[[noreturn]] void throw_aborted(GroupState& state, int rank) {
+}  // namespace
+
+void pause_for(int round) {
+  if (round < kSpins) return;
+  if (round < kSpins + kYields) {
+    std::this_thread::yield();
+    return;
+  }
+  std::this_thread::sleep_for(
+      std::min(kLongestSleep, std::chrono::microseconds(round - kSpins - kYields + 1)));
+}
+
+void throw_if_aborted(GroupState& state, int rank) {
+  if (!aborted(state)) return;
   const std::lock_guard lock(state.report_mutex);
   throw_world("rank {} stopped because the group failed: {}", rank, state.report);
 }
 
-}  // namespace
+void expire(GroupState& state, const Awaited& awaited, std::chrono::nanoseconds waited) {
+  const std::string text =
+      describe(awaited.site, awaited.expected, read_acquire(awaited.word), waited);
+  abort_group(state, awaited.site.rank, text);
+  throw_world("{}", text);
+}
 
 void abort_group(GroupState& state, int rank, const std::string& text) {
   const std::lock_guard lock(state.report_mutex);
@@ -50,20 +57,19 @@ void abort_group(GroupState& state, int rank, const std::string& text) {
   state.abort_word.store(static_cast<std::uint64_t>(rank) + 1, std::memory_order_release);
 }
 
+bool aborted(const GroupState& state) {
+  return state.abort_word.load(std::memory_order_acquire) != 0;
+}
+
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site) {
   if (read_acquire(word) >= expected) return;
   const auto start = std::chrono::steady_clock::now();
   for (int round = 0;; ++round) {
-    const std::uint64_t seen = read_acquire(word);
-    if (seen >= expected) return;
-    if (state.abort_word.load(std::memory_order_acquire) != 0) throw_aborted(state, site.rank);
+    if (read_acquire(word) >= expected) return;
+    throw_if_aborted(state, site.rank);
     const auto waited = std::chrono::steady_clock::now() - start;
-    if (waited > state.bound) {
-      const std::string text = describe(site, expected, seen, waited);
-      abort_group(state, site.rank, text);
-      throw_world("{}", text);
-    }
+    if (waited > state.bound) expire(state, {word, expected, site}, waited);
     pause_for(round);
   }
 }

@@ -47,6 +47,26 @@ void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expecte
 // Poisons the group, unless it already is: the first report is kept.
 void abort_group(GroupState& state, int rank, const std::string& text);
 
+// One wait as a value, for those who look again later instead of blocking.
+struct Awaited {
+  std::uint64_t* word = nullptr;
+  std::uint64_t expected = 0;
+  WaitSite site;
+};
+
+// Rests a little longer each round: a few looks, then the core is given away.
+void pause_for(int round);
+
+// Errors: world with the first failure's sentence if the group is poisoned.
+void throw_if_aborted(GroupState& state, int rank);
+
+// The end of a wait that was not met: reports and poisons as wait_at_least does.
+[[noreturn]] void expire(GroupState& state, const Awaited& awaited,
+                         std::chrono::nanoseconds waited);
+
+// Whether the group is poisoned: nothing may start before recover.
+[[nodiscard]] bool aborted(const GroupState& state);
+
 // Collective: returns the new generation when all ranks have called it, each after its own work has
 // ended. Errors: world if a rank does not come within the bound; calling again is then valid.
 [[nodiscard]] std::uint64_t recover(GroupState& state, int rank);

@@ -2,7 +2,6 @@
 #include "plan/plan.hpp"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 
 #include "base/error.hpp"
@@ -103,35 +102,49 @@ void plan_sends(const PlanInput& input, Plan& plan) {
   const int num_experts = placement.num_experts();
   const auto own = input.splits.subspan(at(input.rank) * at(num_experts), at(num_experts));
   const std::vector<std::int64_t> starts = my_run_starts(input);
-  std::vector<std::int32_t> next(at(num_experts));
-  std::vector<std::int64_t> slot_bias(at(num_experts));  // slot minus place in send_order
+  struct Target {
+    std::int64_t slot_bias;  // slot minus place in send_order
+    std::int32_t next;       // place of the next row
+    std::int32_t rank;
+  };
+  std::vector<Target> targets(at(num_experts));
   std::int64_t sent = 0;
   for (int expert = 0; expert < num_experts; ++expert) {
-    next[at(expert)] = static_cast<std::int32_t>(sent);
-    slot_bias[at(expert)] = starts[at(expert)] - sent;
+    targets[at(expert)] = {.slot_bias = starts[at(expert)] - sent,
+                           .next = static_cast<std::int32_t>(sent),
+                           .rank = placement.rank_of[at(expert)]};
     sent += own[at(expert)];
   }
-  const auto topk = at(input.topk);
   plan.send_order.resize(at(sent));
   plan.slots.resize(input.topk_ids.size());
   plan.first_choices.resize(input.topk_ids.size());
-  std::array<std::int32_t, kMaxTopk> ranks{};
-  for (std::size_t base = 0; base < input.topk_ids.size(); base += topk) {
-    for (std::size_t choice = 0; choice < topk; ++choice) {
-      const std::int32_t expert = input.topk_ids[base + choice];
-      ranks[choice] = -1;
-      plan.first_choices[base + choice] = static_cast<std::uint8_t>(choice);
+  // Place of the last first choice for each rank; one before the token's own means none yet.
+  std::vector<std::int64_t> first_of(at(placement.num_ranks), -1);
+
+  // Local spans: a store of bytes may change any member, so the loop would load them every time.
+  const std::span<const std::int32_t> ids = input.topk_ids;
+  const std::span<Target> target_of(targets);
+  const std::span<std::int64_t> firsts(first_of);
+  const std::span<std::int64_t> slots(plan.slots);
+  const std::span<std::uint8_t> first_choices(plan.first_choices);
+  const std::span<std::int32_t> send_order(plan.send_order);
+  const auto topk = static_cast<std::int64_t>(input.topk);
+  const auto num_choices = static_cast<std::int64_t>(ids.size());
+  for (std::int64_t base = 0; base < num_choices; base += topk) {
+    for (std::int64_t i = base; i < base + topk; ++i) {
+      const std::int32_t expert = ids[at(i)];
       if (expert < 0) {
-        plan.slots[base + choice] = -1;
+        slots[at(i)] = -1;
+        first_choices[at(i)] = static_cast<std::uint8_t>(i - base);
         continue;
       }
-      const std::int32_t place = next[at(expert)]++;
-      plan.slots[base + choice] = slot_bias[at(expert)] + place;
-      plan.send_order[at(place)] = static_cast<std::int32_t>(base + choice);
-      ranks[choice] = placement.rank_of[at(expert)];
-      std::size_t first = 0;
-      while (ranks[first] != ranks[choice]) ++first;
-      plan.first_choices[base + choice] = static_cast<std::uint8_t>(first);
+      Target& target = target_of[at(expert)];
+      const std::int32_t place = target.next++;
+      slots[at(i)] = target.slot_bias + place;
+      send_order[at(place)] = static_cast<std::int32_t>(i);
+      std::int64_t& first = firsts[at(target.rank)];
+      first = first < base ? i : first;
+      first_choices[at(i)] = static_cast<std::uint8_t>(first - base);
     }
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "schedule/schedule.hpp"
+#include "uniep/schedule.hpp"
 
 #include <array>
 #include <charconv>

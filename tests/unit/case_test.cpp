@@ -12,7 +12,7 @@
 #include <limits>
 #include <numeric>
 
-#include "base/bf16.hpp"
+#include "uniep/bf16.hpp"
 #include "base/error.hpp"
 
 namespace uniep {

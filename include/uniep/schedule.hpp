@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "uniep/export.hpp"
+
 namespace uniep {
 
 enum class Fusion { split, fused };          // stages one after another, or one ticket queue
@@ -32,19 +34,19 @@ struct Schedule {
   friend bool operator==(const Schedule&, const Schedule&) = default;
 };
 
-[[nodiscard]] std::string to_string(const Schedule& schedule);
+[[nodiscard]] UNIEP_API std::string to_string(const Schedule& schedule);
 
 // Starts from `base` and applies "key=value,…". Errors: invalid_argument for an unknown or repeated
 // key or a value outside its range, naming the valid ones; also what validate refuses.
-[[nodiscard]] Schedule parse_schedule(std::string_view text, const Schedule& base = {});
+[[nodiscard]] UNIEP_API Schedule parse_schedule(std::string_view text, const Schedule& base = {});
 
 // Errors: invalid_argument with the reason why this schedule cannot run.
-void validate(const Schedule& schedule);
+UNIEP_API void validate(const Schedule& schedule);
 
 // FNV-1a of to_string: stable across runs and machines.
-[[nodiscard]] std::uint64_t hash(const Schedule& schedule);
+[[nodiscard]] UNIEP_API std::uint64_t hash(const Schedule& schedule);
 
 // Point `index` of a pseudo-random walk through the legal space, a function of (seed, index).
-[[nodiscard]] Schedule sample_schedule(std::uint64_t seed, std::uint64_t index);
+[[nodiscard]] UNIEP_API Schedule sample_schedule(std::uint64_t seed, std::uint64_t index);
 
 }  // namespace uniep

@@ -1,0 +1,27 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# The demonstration: a sample case, the layer forward and backward on it, and the proof of its bits.
+#   .ci/demo.sh path/to/uniep
+set -eu
+uniep=$1
+mkdir -p demo
+case_file=demo/case.safetensors
+show() {
+  echo
+  echo "\$ uniep $*"
+  "$uniep" "$@"
+}
+show info
+show case --shape tiny --routing zipf:1.2 --seed 1 -o $case_file
+for ranks in 1 2 4; do
+  show run $case_file --ranks $ranks --backward -o demo/out-$ranks.safetensors
+done
+echo
+echo "The three outputs, byte for byte:"
+cmp demo/out-1.safetensors demo/out-2.safetensors
+cmp demo/out-1.safetensors demo/out-4.safetensors
+echo "equal"
+show verify --shape tiny --ranks 1,2,4,8 --schedules 50 --routing zipf:1.2
+show trace --shape tiny --ranks 4 -o demo/trace.json
+echo
+echo "Open demo/trace.json in https://ui.perfetto.dev to see the roles of every worker."

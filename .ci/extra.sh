@@ -1,0 +1,33 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# What `make test` leaves out because it takes longer. Argument: parallel compile jobs.
+set -eu
+jobs=${1:-2}
+step=.ci/step
+
+$step "format" .ci/format.sh --check
+
+if [ ! -f src/cuda/CMakeLists.txt ]; then
+  echo "== cuda: no kernels yet"
+elif command -v nvcc >/dev/null 2>&1; then
+  $step "cuda: configure" cmake --preset cuda -G Ninja
+  $step "cuda: build" cmake --build build/cuda -j "$jobs"
+else
+  echo "== cuda: skipped, nvcc is not on PATH"
+fi
+
+# Tests named *Soak* are for make nightly; under a sanitizer a thread costs ten times its time.
+$step "asan: configure" cmake --preset asan -G Ninja
+$step "asan: build" cmake --build build/asan --target uniep_tests -j "$jobs"
+$step "asan: tests" env UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  build/asan/uniep_tests --gtest_brief=1
+
+$step "tsan: configure" cmake --preset tsan -G Ninja
+$step "tsan: build" cmake --build build/tsan --target uniep_tests uniep -j "$jobs"
+$step "tsan: verify" env TSAN_OPTIONS=halt_on_error=1 build/tsan/uniep verify --shape tiny \
+  --ranks 1,2,4 --schedules 6 --routing zipf:1.2
+$step "tsan: tests" env TSAN_OPTIONS=halt_on_error=1 build/tsan/uniep_tests --gtest_brief=1 \
+  --gtest_filter="$(cat .ci/tsan_tests)"
+
+[ -x build/release/uniep ] || $step "release" make test
+$step "install and examples" .ci/examples.sh "$jobs"
