@@ -237,7 +237,7 @@ struct RanksOptions {
   Schedule schedule = {};
   std::int64_t max_tokens = -1;  // per rank; -1 = what the case needs
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(60);
-  std::function<void(const cpu::TaskInfo&)> before_task = {};
+  std::function<void(const TaskInfo&)> before_task = {};
   bool trace = false;
   std::optional<Placement> placement = {};
 };

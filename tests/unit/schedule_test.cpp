@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Schedules: text and value are one thing, whatever cannot run is refused by name, and sampling
 // stays inside the legal space.
-#include "schedule/schedule.hpp"
+#include "uniep/schedule.hpp"
 
 #include <gtest/gtest.h>
 
