@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -428,12 +429,16 @@ TEST(Overlap, ProductsStartBeforeDispatchEnds) {
                            "workers=2,direction=pull,payload=choice"}) {
     SCOPED_TRACE(text);
     Event multiplied;
+    std::array<std::array<std::atomic<bool>, 2>, 4> has_multiplied{};  // by rank and worker
     RunOptions options;
     options.num_ranks = 4;
     options.schedule = parse_schedule("tile_m=8,chunk=16", schedule_of(text));
     options.trace = true;
-    options.before_task = [&multiplied](const TaskInfo& task) {
-      if (task.role == Role::gemm1) multiplied.set();
+    options.before_task = [&](const TaskInfo& task) {
+      // A worker's next task tells that its product is done, and in the trace.
+      auto& done = has_multiplied[at(task.rank)][at(task.worker)];
+      if (done) multiplied.set();
+      if (task.role == Role::gemm1) done = true;
       if (task.role == Role::send && task.rank == 3 && task.index == 3) {
         EXPECT_TRUE(multiplied.await());
       }
