@@ -466,9 +466,11 @@ auto RankLayer<S>::guarded(Body body) {
 
 template <typename S>
 void RankLayer<S>::begin_operation(std::int64_t operation) {
-  if (aborted(group_.state())) {
-    throw_world("rank {} cannot start a {}: the group failed and has not recovered; call recover() "
-                "on every rank", rank_, operation == 0 ? "forward" : "backward");
+  if (const auto failure = failure_of(group_.state())) {
+    throw_world(
+        "rank {} cannot start a {}: the group failed and has not recovered; call recover() on "
+        "every rank. The failure was: {}",
+        rank_, operation == 0 ? "forward" : "backward", *failure);
   }
   epochs_.current = std::max(epochs_.current + 1, epochs_.first);
   trace_.clear();

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "base/error.hpp"
 #include "memory/signal.hpp"
@@ -26,6 +27,8 @@ struct Queue {
   std::mutex mutex;
   std::size_t next = 0;
   std::vector<std::size_t> aside;  // ascending
+  // What the oldest task aside waited for when nothing in the list could run, and its role.
+  std::optional<std::pair<Role, Awaited>> stuck;
 };
 
 struct Progress {
@@ -89,10 +92,22 @@ class Runner {
       const auto now = std::chrono::steady_clock::now();
       if (!idle_since) idle_since = now;
       if (oldest && now - *idle_since > group_.state().bound) {
-        expire(group_.state(), *oldest, now - *idle_since);
+        expire(group_.state(), first_cause(progress_[phase]).value_or(*oldest), now - *idle_since);
       }
       pause_for(round++);
     }
+  }
+
+  // Of both lists' stuck tasks the one of the earlier role: a reduce that waits because a fan-out
+  // of this rank does is a consequence.
+  static std::optional<Awaited> first_cause(Progress& progress) {
+    std::optional<std::pair<Role, Awaited>> first;
+    for (Queue* queue : {&progress.comm, &progress.compute}) {
+      const std::lock_guard lock(queue->mutex);
+      if (queue->stuck && (!first || queue->stuck->first < first->first)) first = queue->stuck;
+    }
+    if (!first) return std::nullopt;
+    return first->second;
   }
 
   // A task that can run now, or none: then what the oldest one seen waits for, and whether all
@@ -100,6 +115,7 @@ class Runner {
   const Task* take(const std::vector<Task>& tasks, Queue& queue, std::optional<Awaited>& oldest,
                    bool& finished) {
     std::size_t look_at = 0;  // place among those aside
+    std::optional<std::pair<Role, Awaited>> stuck;
     while (true) {
       std::size_t ticket = 0;
       {
@@ -111,13 +127,20 @@ class Runner {
           ticket = queue.next++;
         } else {
           finished = queue.next == tasks.size() && queue.aside.empty();
+          if (stuck) {
+            oldest = stuck->second;
+            queue.stuck = stuck;
+          }
           return nullptr;
         }
       }
       const std::optional<Awaited> missing = functions_.missing(tasks[ticket]);
-      if (!missing) return &tasks[ticket];
-      if (!oldest) oldest = missing;
       const std::lock_guard lock(queue.mutex);
+      if (!missing) {
+        queue.stuck.reset();
+        return &tasks[ticket];
+      }
+      if (!stuck) stuck.emplace(tasks[ticket].role, *missing);
       const auto place = std::lower_bound(queue.aside.begin(), queue.aside.end(), ticket);
       look_at = static_cast<std::size_t>(place - queue.aside.begin()) + 1;
       queue.aside.insert(place, ticket);

@@ -141,7 +141,7 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
   cpu::Group group(std::move(config));
 
   std::mutex mutex;
-  std::exception_ptr first_error;
+  std::vector<std::exception_ptr> errors(size(options.num_ranks));
   const auto run_rank = [&](int rank, std::int64_t token) {
     try {
       const auto slice = slice_of<S>(
@@ -160,8 +160,7 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
       const std::lock_guard lock(mutex);
       result.trace.insert(result.trace.end(), trace.begin(), trace.end());
     } catch (...) {
-      const std::lock_guard lock(mutex);
-      if (!first_error) first_error = std::current_exception();
+      errors[size(rank)] = std::current_exception();
     }
   };
   {
@@ -172,7 +171,12 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
       token += tokens[size(rank)];
     }
   }
-  if (first_error) std::rethrow_exception(first_error);
+  // The cause, of the rank that failed first; its peers' errors are consequences of another kind.
+  const std::uint64_t failed = group.state().abort_word.load();
+  if (failed > 0 && errors[failed - 1]) std::rethrow_exception(errors[failed - 1]);
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
   return result;
 }
 

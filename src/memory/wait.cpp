@@ -38,9 +38,9 @@ void pause_for(int round) {
 }
 
 void throw_if_aborted(GroupState& state, int rank) {
-  if (!aborted(state)) return;
-  const std::lock_guard lock(state.report_mutex);
-  throw_world("rank {} stopped because the group failed: {}", rank, state.report);
+  if (const auto failure = failure_of(state)) {
+    throw_world("rank {} stopped because the group failed: {}", rank, *failure);
+  }
 }
 
 void expire(GroupState& state, const Awaited& awaited, std::chrono::nanoseconds waited) {
@@ -57,8 +57,10 @@ void abort_group(GroupState& state, int rank, const std::string& text) {
   state.abort_word.store(static_cast<std::uint64_t>(rank) + 1, std::memory_order_release);
 }
 
-bool aborted(const GroupState& state) {
-  return state.abort_word.load(std::memory_order_acquire) != 0;
+std::optional<std::string> failure_of(GroupState& state) {
+  if (state.abort_word.load(std::memory_order_acquire) == 0) return std::nullopt;
+  const std::lock_guard lock(state.report_mutex);
+  return state.report;
 }
 
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 
 namespace uniep {
@@ -64,8 +65,8 @@ void throw_if_aborted(GroupState& state, int rank);
 [[noreturn]] void expire(GroupState& state, const Awaited& awaited,
                          std::chrono::nanoseconds waited);
 
-// Whether the group is poisoned: nothing may start before recover.
-[[nodiscard]] bool aborted(const GroupState& state);
+// The first failure's sentence if the group is poisoned: nothing may start before recover.
+[[nodiscard]] std::optional<std::string> failure_of(GroupState& state);
 
 // Collective: returns the new generation when all ranks have called it, each after its own work has
 // ended. Errors: world if a rank does not come within the bound; calling again is then valid.

@@ -12,8 +12,8 @@
 #include <limits>
 #include <numeric>
 
-#include "uniep/bf16.hpp"
 #include "base/error.hpp"
+#include "uniep/bf16.hpp"
 
 namespace uniep {
 namespace {

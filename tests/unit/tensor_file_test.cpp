@@ -12,9 +12,9 @@
 #include <fstream>
 #include <limits>
 
-#include "uniep/bf16.hpp"
 #include "base/error.hpp"
 #include "base/rng.hpp"
+#include "uniep/bf16.hpp"
 
 namespace uniep {
 namespace {
