@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "base/error.hpp"
@@ -76,6 +77,7 @@ class Runner {
       if (config.trace) trace.push_back({.task = info, .start_ns = start, .end_ns = now_ns()});
       std::atomic_ref<std::uint64_t>(progress_[phase].done)
           .fetch_add(1, std::memory_order_acq_rel);
+      group_.state().progress.fetch_add(1, std::memory_order_relaxed);
     }
   }
 
@@ -99,8 +101,18 @@ void run_phases(Group& group, int rank, const std::vector<Phase>& phases,
   {
     std::vector<std::jthread> threads;
     for (int worker = 1; worker < num_workers; ++worker) {
-      threads.emplace_back(
-          [&, worker] { runner.work(worker, traces[static_cast<std::size_t>(worker)]); });
+      try {
+        threads.emplace_back(
+            [&, worker] { runner.work(worker, traces[static_cast<std::size_t>(worker)]); });
+      } catch (const std::system_error& error) {
+        // Poisoned at once, or the workers that did start would wait for their bound.
+        const std::string text = fmt::format(
+            "the system refused thread {} of the {} workers of rank {}: {}; use fewer ranks or "
+            "workers",
+            worker + 1, num_workers, rank, error.code().message());
+        abort_group(group.state(), rank, text);
+        throw_world("{}", text);
+      }
     }
     runner.work(0, traces[0]);
   }

@@ -53,13 +53,20 @@ void abort_group(GroupState& state, int rank, const std::string& text) {
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site) {
   if (read_acquire(word) >= expected) return;
-  const auto start = std::chrono::steady_clock::now();
+  auto start = std::chrono::steady_clock::now();
+  std::uint64_t progress = state.progress.load(std::memory_order_relaxed);
   for (int round = 0;; ++round) {
     const std::uint64_t seen = read_acquire(word);
     if (seen >= expected) return;
     if (state.abort_word.load(std::memory_order_acquire) != 0) throw_aborted(state, site.rank);
     const auto waited = std::chrono::steady_clock::now() - start;
     if (waited > state.bound) {
+      const std::uint64_t now = state.progress.load(std::memory_order_relaxed);
+      if (now != progress) {
+        progress = now;
+        start = std::chrono::steady_clock::now();
+        continue;
+      }
       const std::string text = describe(site, expected, seen, waited);
       abort_group(state, site.rank, text);
       throw_world("{}", text);
