@@ -16,6 +16,7 @@
 #include "base/memory.hpp"
 #include "commands.hpp"
 #include "cpu/gemm.hpp"
+#include "uniep_commit.hpp"
 
 namespace uniep::tools {
 namespace {
@@ -216,6 +217,7 @@ nlohmann::json machine_info() {
           {"gemm_instruction_set", cpu::gemm_instruction_set()},
           {"compiler", __VERSION__},
           {"build", UNIEP_BUILD_TYPE},
+          {"commit", UNIEP_COMMIT},
           {"version", UNIEP_VERSION}};
 }
 

@@ -251,6 +251,8 @@ class CliTest(unittest.TestCase):
         for record in records["records"]:
             self.assertEqual((record["op"], record["tokens"], record["ranks"]), ("layer", 16, 2))
             self.assertLessEqual(record["ms_min"], record["ms_median"])
+            self.assertGreater(record["gbps"], 0)
+            self.assertTrue(record["commit"])
         self.assertIn("traceEvents", json.loads(self.ok("trace", "-o", "-")))
 
     # -- refusals of the command line
@@ -499,6 +501,8 @@ class CliTest(unittest.TestCase):
         self.ok("run", self.case, "-o", self.path("link"))
         self.assertTrue(os.path.islink(self.path("link")))
         self.assertIn("out", read_tensors(self.out))
+        os.symlink(self.path("nothing"), self.path("dangling"))
+        self.refused("run", self.case, "-o", self.path("dangling"), says="leads nowhere")
         before = self.hashes(self.case, "-o", self.out)
         self.assertEqual(self.hashes(self.case, "-o", self.out), before)
         self.assertFalse([name for name in os.listdir(self.folder) if name.endswith(".tmp")])
