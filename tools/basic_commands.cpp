@@ -93,8 +93,8 @@ int run_info(const std::string& json_path) {
   info["providers"] = {{"host", "ok: ranks as threads of one process"}};
   const auto text = [&info](const char* key) { return info[key].get<std::string>(); };
   const auto bytes = [&info](const char* key) { return bytes_text(info[key].get<double>()); };
-  report.print("{:<14} {}, {} build, compiler {}\n", "uniep", text("version"), text("build"),
-               text("compiler"));
+  report.print("{:<14} {}, commit {}, {} build, compiler {}\n", "uniep", text("version"),
+               text("commit"), text("build"), text("compiler"));
   report.print("{:<14} {}, {}\n", "system", text("system"), text("architecture"));
   report.print("{:<14} {}, {} cores, products with {}\n", "cpu", text("cpu"),
                info["cores"].get<int>(), text("gemm_instruction_set"));

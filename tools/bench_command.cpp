@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // uniep bench: timings of the layer on the CPU, split and fused side by side in one run.
 #include <fmt/format.h>
-#include <sys/utsname.h>
 
 #include <algorithm>
 #include <chrono>
 #include <ctime>
+#include <set>
 
 #include "base/error.hpp"
 #include "base/limits.hpp"
 #include "commands.hpp"
 #include "layer/run_case.hpp"
+#include "topo/placement.hpp"
+#include "uniep_commit.hpp"
 
 namespace uniep::tools {
 namespace {
@@ -35,6 +37,33 @@ std::string now_text() {
   char text[32];
   std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
   return text;
+}
+
+// Bytes of rows that leave the average rank for another in one forward: dispatched, then returned.
+double bytes_between_ranks(const Case& data, const Schedule& schedule, int num_ranks) {
+  const Placement placement =
+      make_contiguous_placement(static_cast<int>(data.num_experts), num_ranks);
+  const auto topk = static_cast<std::size_t>(data.topk);
+  const auto tokens = tokens_of_ranks(data, num_ranks);
+  std::int64_t rows = 0;
+  std::size_t token = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const std::size_t end =
+        token + static_cast<std::size_t>(tokens[static_cast<std::size_t>(rank)]);
+    for (; token < end; ++token) {
+      std::set<int> destinations;
+      for (std::size_t i = token * topk; i < (token + 1) * topk; ++i) {
+        if (data.topk_ids[i] < 0) continue;
+        const int owner = placement.rank_of[static_cast<std::size_t>(data.topk_ids[i])];
+        if (owner == rank) continue;
+        destinations.insert(owner);
+        rows += schedule.payload == Payload::choice ? 2 : 1;
+      }
+      if (schedule.payload == Payload::rank) rows += static_cast<std::int64_t>(destinations.size());
+    }
+  }
+  return static_cast<double>(rows) * static_cast<double>(data.hidden * dtype_bytes(data.dtype)) /
+         num_ranks;
 }
 
 int run_bench(const Flags& f) {
@@ -78,6 +107,7 @@ int run_bench(const Flags& f) {
   for (const std::int32_t id : data.topk_ids) rows += id >= 0 ? 1 : 0;
   const double flops = (backward ? 18.0 : 6.0) * static_cast<double>(rows) *
                        static_cast<double>(data.hidden) * static_cast<double>(data.ffn);
+  const double bytes = (backward ? 2 : 1) * bytes_between_ranks(data, schedule, num_ranks);
   nlohmann::json records = nlohmann::json::array();
   report.print("{:<8} {:>10} {:>10} {:>10} {:>10}   (all ranks on one machine; set-up included)\n",
                "impl", "median ms", "min", "max", "GFLOP/s");
@@ -106,6 +136,8 @@ int run_bench(const Flags& f) {
                        {"ms_max", c.ms.back()},
                        {"runs", f.repeats},
                        {"tflops", flops / median / 1e9},
+                       {"gbps", bytes / median / 1e6},
+                       {"commit", UNIEP_COMMIT},
                        {"machine", machine_info()},
                        {"time", now_text()}});
   }

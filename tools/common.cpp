@@ -17,6 +17,7 @@
 #include "commands.hpp"
 #include "uniep/version.hpp"
 #include "cpu/gemm.hpp"
+#include "uniep_commit.hpp"
 
 namespace uniep::tools {
 namespace {
@@ -107,13 +108,14 @@ Case build_case(const CaseOptions& o, int num_ranks, bool with_d_out) {
 
 void add_layer_options(CLI::App& app, LayerOptions& o) {
   app.add_option("--backend", o.backend, "cpu or cuda")->type_name("NAME")->capture_default_str();
-  app.add_option("--schedule", o.schedule,
-                 "how the work is done, never what comes out: key=value,… of fusion split|fused, "
-                 "payload choice|rank, direction push|pull, tile_m rows, tile_n columns, "
-                 "expert_order and destination_order ascending|rotated, wgrad filling|after, "
-                 "workers threads a rank, comm_workers of them that move rows first, chunk tokens")
-      ->type_name("K=V,…")
-      ->default_str(to_string(Schedule{}));
+  app.add_option(
+         "--schedule", o.schedule,
+         "how the work is done, never what comes out; any of fusion=fused|split, "
+         "payload=rank|choice, direction=push|pull, tile_m=64 (rows), tile_n=128 (columns), "
+         "expert_order=ascending|rotated, destination_order=rotated|ascending, "
+         "wgrad=filling|after, workers=1 (threads of a rank), comm_workers=0 (of them, how "
+         "many move rows first), chunk=16 (tokens); the first or shown value is the default")
+      ->type_name("K=V,…");
   app.add_option("--numerics", o.numerics, "numeric class: default")
       ->type_name("NAME")
       ->capture_default_str();
@@ -216,6 +218,7 @@ nlohmann::json machine_info() {
           {"gemm_instruction_set", cpu::gemm_instruction_set()},
           {"compiler", __VERSION__},
           {"build", UNIEP_BUILD_TYPE},
+          {"commit", UNIEP_COMMIT},
           {"version", UNIEP_VERSION}};
 }
 

@@ -66,6 +66,10 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error) {
     return fmt::format("{} is one argument too many for uniep {} (see uniep {} --help)",
                        uniep::quote(first), command.get_name(), command.get_name());
   }
+  if (const std::string text = error.what(); text.find(" missing") != std::string::npos) {
+    return fmt::format("{} needs a value (see uniep {} --help)", text.substr(0, text.find(':')),
+                       command.get_name());
+  }
   return fmt::format("{} (see uniep {} --help)", error.what(), command.get_name());
 }
 

@@ -241,7 +241,8 @@ void add_verify(CLI::App& app, Run& run) {
       ->capture_default_str();
   add_number(*command, "--schedules", flags->schedules, 1, 100000, "schedules for each rank count");
   add_layer_options(*command, flags->layer);
-  command->get_option("--schedule")->description("only this schedule, key=value,…");
+  command->get_option("--schedule")
+      ->description("only this schedule; uniep run --help has the keys");
   command->add_flag("--fuzz", flags->fuzz, "random shapes, routings, ranks and schedules");
   add_real(*command, "--seconds", flags->seconds, 0, 1e6, "seconds to fuzz; 0 tries one case");
   add_json_option(*command, flags->json, "the table");

@@ -6,6 +6,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -76,6 +77,7 @@ class Runner {
   void drain(const std::vector<Task>& tasks, Queue& queue, std::size_t phase, int worker,
              std::vector<TraceEvent>& trace) {
     std::optional<std::chrono::steady_clock::time_point> idle_since;
+    std::uint64_t progress = 0;  // of the group, when this worker became idle or looked last
     int round = 0;
     while (true) {
       throw_if_aborted(group_.state(), rank_);
@@ -90,7 +92,9 @@ class Runner {
       if (finished) return;
       // Without `oldest` another worker is looking at what was set aside.
       const auto now = std::chrono::steady_clock::now();
-      if (!idle_since) idle_since = now;
+      const std::uint64_t progress_now = group_.state().progress.load(std::memory_order_relaxed);
+      if (!idle_since || progress_now != progress) idle_since = now;
+      progress = progress_now;
       if (oldest && now - *idle_since > group_.state().bound) {
         expire(group_.state(), first_cause(progress_[phase]).value_or(*oldest), now - *idle_since);
       }
@@ -155,6 +159,7 @@ class Runner {
     functions_.run(task, worker);
     if (config.trace) trace.push_back({.task = info, .start_ns = start, .end_ns = now_ns()});
     std::atomic_ref<std::uint64_t>(progress_[phase].done).fetch_add(1, std::memory_order_acq_rel);
+    group_.state().progress.fetch_add(1, std::memory_order_relaxed);
   }
 
   Group& group_;
@@ -176,8 +181,18 @@ void run_phases(Group& group, int rank, const std::vector<Phase>& phases,
   {
     std::vector<std::jthread> threads;
     for (int worker = 1; worker < num_workers; ++worker) {
-      threads.emplace_back(
-          [&, worker] { runner.work(worker, traces[static_cast<std::size_t>(worker)]); });
+      try {
+        threads.emplace_back(
+            [&, worker] { runner.work(worker, traces[static_cast<std::size_t>(worker)]); });
+      } catch (const std::system_error& error) {
+        // Poisoned at once, or the workers that did start would wait for their bound.
+        const std::string text = fmt::format(
+            "the system refused thread {} of the {} workers of rank {}: {}; use fewer ranks or "
+            "workers",
+            worker + 1, num_workers, rank, error.code().message());
+        abort_group(group.state(), rank, text);
+        throw_world("{}", text);
+      }
     }
     runner.work(0, traces[0]);
   }

@@ -40,6 +40,10 @@ OutputFile::OutputFile(std::string_view kind, const std::string& path)
     // Behind a symbolic link the file changes, not the link.
     if (auto real = std::filesystem::canonical(path, ignored); !ignored) target_ = real;
   }
+  if (std::filesystem::is_symlink(std::filesystem::symlink_status(target_, ignored))) {
+    throw_invalid("{} {} cannot be written: it is a symbolic link that leads nowhere", kind_,
+                  quote(path_));
+  }
   if (!target_.has_filename()) throw_invalid("{} {} has no file name", kind_, quote(path_));
   folder_ = target_.has_parent_path() ? target_.parent_path() : ".";
   fd_ = ::open(folder_.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "base/error.hpp"
@@ -167,7 +168,15 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
     std::vector<std::jthread> ranks;
     std::int64_t token = 0;
     for (int rank = 0; rank < options.num_ranks; ++rank) {
-      ranks.emplace_back([&run_rank, rank, token] { run_rank(rank, token); });
+      try {
+        ranks.emplace_back([&run_rank, rank, token] { run_rank(rank, token); });
+      } catch (const std::system_error& error) {
+        const std::string text =
+            fmt::format("the system refused a thread for rank {} of {}: {}; use fewer ranks", rank,
+                        options.num_ranks, error.code().message());
+        abort_group(group.state(), rank, text);
+        throw_world("{}", text);
+      }
       token += tokens[size(rank)];
     }
   }

@@ -66,12 +66,21 @@ std::optional<std::string> failure_of(GroupState& state) {
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site) {
   if (read_acquire(word) >= expected) return;
-  const auto start = std::chrono::steady_clock::now();
+  auto start = std::chrono::steady_clock::now();
+  std::uint64_t progress = state.progress.load(std::memory_order_relaxed);
   for (int round = 0;; ++round) {
     if (read_acquire(word) >= expected) return;
     throw_if_aborted(state, site.rank);
     const auto waited = std::chrono::steady_clock::now() - start;
-    if (waited > state.bound) expire(state, {word, expected, site}, waited);
+    if (waited > state.bound) {
+      const std::uint64_t now = state.progress.load(std::memory_order_relaxed);
+      if (now != progress) {
+        progress = now;
+        start = std::chrono::steady_clock::now();
+        continue;
+      }
+      expire(state, {word, expected, site}, waited);
+    }
     pause_for(round);
   }
 }

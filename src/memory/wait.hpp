@@ -27,6 +27,10 @@ struct GroupState {
 
   const int num_ranks;
   const std::chrono::nanoseconds bound;
+  // Counted up by every worker of the group at the end of a task, looked at by all waits: one that
+  // sees it change starts its bound anew, since a busy peer is slow, not lost. Nothing else becomes
+  // visible. Tasks are finite, so waits are still bounded.
+  std::atomic<std::uint64_t> progress{0};
   // Written by the first rank that fails, after `report`; polled by every wait; the report becomes
   // visible. Zero while all is well; cleared only inside recover, when no rank can be waiting.
   std::atomic<std::uint64_t> abort_word{0};
@@ -39,8 +43,8 @@ struct GroupState {
   std::string report;
 };
 
-// Returns once *word >= expected, with acquire. Errors: world on expiry of state.bound, with the
-// whole site, expected and seen value, after poisoning the group; world with the first failure's
+// Returns once *word >= expected, with acquire. Errors: world once nothing in the group made progress
+// for state.bound, with the whole site, expected and seen value, after poisoning the group; world with the first failure's
 // sentence if the group was poisoned.
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site);

@@ -90,12 +90,12 @@ std::string to_string(const Schedule& s) {
 Schedule parse_schedule(std::string_view text, const Schedule& base) {
   Schedule schedule = base;
   std::set<std::string_view> seen;
-  bool more = !text.empty();
+  bool more = !text.empty();  // after a comma an item must follow, even at the end
   while (more) {
     const std::size_t comma = text.find(',');
     const std::string_view item = text.substr(0, comma);
     more = comma != std::string_view::npos;
-    if (more) text = text.substr(comma + 1);
+    text = more ? text.substr(comma + 1) : std::string_view{};
     const std::size_t equals = item.find('=');
     if (equals == std::string_view::npos) {
       throw_invalid("schedule item '{}' is not of the form key=value", item);

@@ -1,0 +1,647 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The uniep program as a user meets it: exit codes, sentences, files, and results that are compared
+with an independent computation in Python. Standard library only.
+
+    python3 cli_test.py path/to/uniep [unittest arguments]
+"""
+
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+UNIEP = ""
+RESULTS = ("out", "d_x", "d_topk_weights", "d_w1", "d_w2")
+SIZES = {"BF16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}
+FORMATS = {"F32": "f", "F64": "d", "I32": "i", "I64": "q"}
+
+
+# ---- safetensors, written and read from their description alone -------------------------------
+
+
+def to_bf16(value):
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    if math.isnan(value):
+        return (bits >> 16) | 0x40
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 & 0xFFFF
+
+
+def round_to(dtype, value):
+    """The value that a file of this dtype would hold."""
+    if dtype == "BF16":
+        return struct.unpack("<f", struct.pack("<I", to_bf16(value) << 16))[0]
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def pack(dtype, values):
+    if dtype == "BF16":
+        return struct.pack(f"<{len(values)}H", *(to_bf16(v) for v in values))
+    return struct.pack(f"<{len(values)}{FORMATS[dtype]}", *values)
+
+
+def unpack(dtype, data):
+    if dtype == "BF16":
+        words = struct.unpack(f"<{len(data) // 2}H", data)
+        return [struct.unpack("<f", struct.pack("<I", w << 16))[0] for w in words]
+    return list(struct.unpack(f"<{len(data) // SIZES[dtype]}{FORMATS[dtype]}", data))
+
+
+def file_bytes(header, data=b""):
+    """A file from a header (text, or an object for JSON) and the bytes behind it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write_case(path, tensors, metadata=None):
+    """tensors: name -> (dtype, shape, values)."""
+    header, data = {}, b""
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    for name, (dtype, shape, values) in tensors.items():
+        raw = pack(dtype, values)
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += raw
+    with open(path, "wb") as file:
+        file.write(file_bytes(header, data))
+
+
+def read_tensors(path):
+    with open(path, "rb") as file:
+        content = file.read()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            values = unpack(entry["dtype"], content[begin:end])
+            tensors[name] = (entry["dtype"], entry["shape"], values)
+    return tensors
+
+
+# ---- the layer in Python floats, which are float64 --------------------------------------------
+
+
+class Problem:
+    """A random case; every value is exact in its dtype."""
+
+    def __init__(self, dtype, tokens=11, hidden=24, ffn=16, experts=5, topk=3, seed=7):
+        rng = random.Random(seed)
+        self.dtype, self.hidden, self.ffn = dtype, hidden, ffn
+        self.tokens, self.experts, self.topk = tokens, experts, topk
+
+        def normal(count, scale):
+            return [round_to(dtype, rng.gauss(0, scale)) for _ in range(count)]
+
+        self.x = normal(tokens * hidden, 1)
+        self.d_out = normal(tokens * hidden, 1)
+        self.w1 = normal(experts * 2 * ffn * hidden, 1 / math.sqrt(hidden))
+        self.w2 = normal(experts * hidden * ffn, 1 / math.sqrt(ffn))
+        self.ids = [rng.randrange(-1, experts) for _ in range(tokens * topk)]
+        self.weights = [round_to("F32", rng.uniform(0.05, 1)) for _ in range(tokens * topk)]
+
+    def tensors(self, id_dtype="I32"):
+        t, h, f, e, k = self.tokens, self.hidden, self.ffn, self.experts, self.topk
+        return {
+            "topk_ids": (id_dtype, [t, k], self.ids),
+            "x": (self.dtype, [t, h], self.x),
+            "w1": (self.dtype, [e, 2 * f, h], self.w1),
+            "topk_weights": ("F32", [t, k], self.weights),
+            "w2": (self.dtype, [e, h, f], self.w2),
+            "d_out": (self.dtype, [t, h], self.d_out),
+        }
+
+    def results(self):
+        """out, d_x, d_topk_weights, d_w1, d_w2 by the formulas of the layer."""
+        h, f = self.hidden, self.ffn
+        out = [0.0] * len(self.x)
+        d_x = [0.0] * len(self.x)
+        d_weights = [0.0] * len(self.weights)
+        d_w1 = [0.0] * len(self.w1)
+        d_w2 = [0.0] * len(self.w2)
+        for i, expert in enumerate(self.ids):
+            if expert < 0:
+                continue
+            weight, token = self.weights[i], i // self.topk
+            x = self.x[token * h : (token + 1) * h]
+            d_out = self.d_out[token * h : (token + 1) * h]
+            gate, up = expert * 2 * f * h, (expert * 2 + 1) * f * h  # where their rows start in w1
+            down = expert * h * f
+            for j in range(f):
+                g = sum(self.w1[gate + j * h + c] * x[c] for c in range(h))
+                u = sum(self.w1[up + j * h + c] * x[c] for c in range(h))
+                sigmoid = 1 / (1 + math.exp(-g))
+                silu = g * sigmoid
+                a = silu * u * weight
+                d_a = sum(d_out[c] * self.w2[down + c * f + j] for c in range(h))
+                d_weights[i] += silu * u * d_a
+                d_g = d_a * weight * u * sigmoid * (1 + g * (1 - sigmoid))
+                d_u = d_a * weight * silu
+                for c in range(h):
+                    out[token * h + c] += a * self.w2[down + c * f + j]
+                    d_x[token * h + c] += d_g * self.w1[gate + j * h + c]
+                    d_x[token * h + c] += d_u * self.w1[up + j * h + c]
+                    d_w1[gate + j * h + c] += d_g * x[c]
+                    d_w1[up + j * h + c] += d_u * x[c]
+                    d_w2[down + c * f + j] += d_out[c] * a
+        return {"out": out, "d_x": d_x, "d_topk_weights": d_weights, "d_w1": d_w1, "d_w2": d_w2}
+
+    def bounds(self):
+        """Relative error by norm: roundings to storage on the longest path, amplified by the
+        activation, and one fp32 rounding for each step of the chains (docs/design/numerics.md)."""
+        storage = 2.0**-8 if self.dtype == "BF16" else 2.0**-24
+        fp32 = 2.0**-24
+        h, f, k, rows = self.hidden, self.ffn, self.topk, self.tokens * self.topk
+        return {
+            "out": 7 * storage + (3 * h + f + k + 16) * fp32,
+            "d_x": 10 * storage + (6 * h + 2 * f + k + 32) * fp32,
+            "d_topk_weights": 6 * storage + (6 * h + f + 32) * fp32,
+            "d_w1": 9 * storage + (6 * h + rows + 32) * fp32,
+            "d_w2": 6 * storage + (3 * h + rows + 16) * fp32,
+        }
+
+
+def relative_error(got, want):
+    error = math.sqrt(sum((a - b) ** 2 for a, b in zip(got, want)))
+    return error / math.sqrt(sum(b * b for b in want))
+
+
+# ---- the tests --------------------------------------------------------------------------------
+
+
+class CliTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(prefix="uniep-cli-")
+        self.addCleanup(shutil.rmtree, self.folder)
+        self.case = self.path("case.safetensors")
+        self.out = self.path("result.safetensors")
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def run_uniep(self, *args, **options):
+        options.setdefault("timeout", 60)
+        return subprocess.run(
+            [UNIEP, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=self.folder, encoding="utf-8", errors="replace", **options)
+
+    def ok(self, *args, **options):
+        done = self.run_uniep(*args, **options)
+        self.assertEqual(done.returncode, 0, f"{args}: {done.stderr}")
+        self.assertEqual(done.stderr, "")
+        return done.stdout
+
+    def refused(self, *args, says=(), code=2, **options):
+        """Refused with `code`, one sentence, nothing on stdout and no file left behind."""
+        before = sorted(os.listdir(self.folder))
+        done = self.run_uniep(*args, **options)
+        self.assertEqual(done.returncode, code, f"{args}: {done.stdout}{done.stderr}")
+        self.assertEqual(done.stdout, "", args)
+        self.assertTrue(done.stderr.startswith("uniep: "), done.stderr)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        for text in (says,) if isinstance(says, str) else says:
+            self.assertIn(text, done.stderr)
+        self.assertEqual(sorted(os.listdir(self.folder)), before, args)
+        return done.stderr
+
+    def hashes(self, *args):
+        return json.loads(self.ok("run", *args, "--json", "-"))["hashes"]
+
+    def write(self, tensors, metadata=None):
+        write_case(self.case, tensors, metadata)
+
+    # -- what it prints
+
+    def test_version_and_help(self):
+        self.assertRegex(self.ok("--version"), r"^uniep \d+\.\d+\.\d+\n$")
+        commands = re.findall(r"^  ([a-z]+) ", self.ok("--help"), re.MULTILINE)
+        self.assertTrue({"info", "case", "run", "verify", "bench", "trace"} <= set(commands))
+        for command in commands:
+            text = self.ok(command, "--help")
+            self.assertIn("--json FILE", text)
+            self.assertIn("Exit codes", text)
+
+    def test_info(self):
+        info = json.loads(self.ok("info", "--json", "-"))
+        self.assertEqual(info["schema"], 1)
+        self.assertEqual(info["backends"]["cpu"], "ok")
+        table = self.ok("info", "--json", self.path("info.json"))
+        with open(self.path("info.json"), encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["cpu"], info["cpu"])
+        self.assertIn(info["cpu"], table)
+
+    def test_json_is_all_there_is_on_standard_output(self):
+        summary = json.loads(self.ok("case", "-o", self.case, "--json", "-"))
+        self.assertEqual((summary["tokens"], summary["hidden"]), (256, 64))
+        self.assertEqual(list(self.hashes(self.case, "-o", self.out)), ["out"])
+        self.assertEqual(set(self.hashes(self.case, "-o", self.out, "--backward")), set(RESULTS))
+        report = json.loads(self.ok("verify", "--schedules", 2, "--ranks", "1,2", "--json", "-"))
+        self.assertEqual((report["runs"], report["failures"]), (8, 0))
+        text = self.ok("bench", "--repeats", 2, "--tokens-per-rank", 16, "--json", "-")
+        records = json.loads(text)["records"]
+        self.assertEqual([record["impl"] for record in records], ["fused", "split"])
+        for record in records:
+            self.assertEqual((record["op"], record["tokens"], record["ranks"]), ("layer", 16, 2))
+            self.assertLessEqual(record["ms_min"], record["ms_median"])
+            self.assertGreater(record["gbps"], 0)
+            self.assertTrue(record["commit"])
+        self.assertIn("traceEvents", json.loads(self.ok("trace", "-o", "-")))
+
+    # -- refusals of the command line
+
+    def test_bad_command_lines(self):
+        case, out = self.case, self.out
+        self.ok("case", "-o", case)
+        self.refused(says=("no command", "info, case, run"))
+        self.refused("fly", says=("'fly'", "info, case, run"))
+        self.refused("run", case, says="--output")
+        self.refused("run", "-o", out, says="CASE")
+        self.refused("run", case, "-o", says="--output needs a value")
+        self.refused("run", case, "-o", out, "--bogus", says=("'--bogus'", "--backward"))
+        self.refused("run", case, "-o", out, "more", says="'more'")
+        self.refused("run", case, "-o", out, "--ranks=2", "--ranks=2", says="--ranks is given 2")
+        self.refused("run", case, "-o", out, "-o", self.path("b"), says="--output is given 2 times")
+        self.refused("run", case, "-o", out, "--backward", "--backward", says="given 2 times")
+        self.refused("run", case, "-o", out, "--json", out, says="different files")
+        self.refused("run", case, "-o", "-", says="standard output")
+        self.refused("run", case, "-o", out, "--backend", "tpu", says=("'tpu'", "cpu or cuda"))
+        self.refused("run", case, "-o", out, "--numerics", "fast", says=("'fast'", "default"))
+        self.refused("verify", "--fuzz", "--ranks", 2, says="--ranks")
+        self.refused("verify", "--seconds", 1, says="--fuzz")
+        self.refused("verify", "--dtype", "f64", says=("'f64'", "bf16"))
+        self.refused("bench", "--op", "nothing", says=("'nothing'", "layer"))
+        self.refused("bench", "--baseline", "nccl", says=("'nccl'", "split"))
+
+    def test_bad_numbers(self):
+        for flag, values in {
+            "--ranks": ("0", "-1", "1025", "two", "1.5", "", "99999999999999999999", "0x2", " 2"),
+            "--seed": ("-1", "18446744073709551616", "1e3"),
+            "--hidden": ("0", "-1", "12", "9223372036854775808"),
+            "--ffn": ("7",),
+            "--experts": ("0", "1048577"),
+            "--topk": ("0", "65"),
+            "--global-tokens": ("-1", "1e2"),
+            "--mask": ("nan", "-0.1", "1.1", "half"),
+            "--dtype": ("f16",),
+            "--shape": ("huge",),
+            "--routing": ("W8", "zipf:", "zipf:x", "file:"),
+        }.items():
+            for value in values:
+                self.refused("case", "-o", self.out, flag, value, says=value)
+        self.refused("case", "-o", self.out, "--shape", "qwen3-30b-a3b", says="--global-tokens")
+        self.refused("case", "-o", self.out, "--routing", "file:absent", says="'absent'")
+        self.refused("case", "-o", self.out, "--routing", "W5", says=("W5", "2 ranks"))
+        self.refused("verify", "--ranks", "1,,2", says="1 to 1024")
+        self.refused("verify", "--ranks", "1,2x", says="'2x'")
+        self.refused("verify", "--schedules", "0", says="1 to 100000")
+        self.refused("verify", "--fuzz", "--seconds", "-1", says="'-1'")
+        self.refused("bench", "--tokens-per-rank", 1 << 62, "--ranks", 8, says=str(1 << 62))
+
+    def test_bad_schedules(self):
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        for schedule, says in {
+            "nonsense": "'nonsense'",
+            "fusion": "key=value",
+            "=": "keys are",
+            "fusion=": "split or fused",
+            "fusion=fused,": "key=value",
+            ",": "key=value",
+            "fusion=melted": "'melted'",
+            "fusion=split,fusion=split": "given twice",
+            "speed=11": "'speed'",
+            "tile_m=7": "multiple of 8",
+            "tile_m=99999999999": "99999999999",
+            "tile_n=65": "multiple of 64",
+            "workers=0": "1 to 256",
+            "workers=2,comm_workers=2": "at least one worker",
+            "chunk=1.5": "whole number",
+        }.items():
+            self.refused("run", self.case, "-o", self.out, "--schedule", schedule, says=says)
+
+    # -- refusals of files
+
+    def test_bad_files(self):
+        self.refused("run", self.path("absent"), "-o", self.out, says=("absent", "No such file"))
+        self.refused("run", self.folder, "-o", self.out, says="directory")
+        os.mkfifo(self.path("fifo"))
+        self.refused("run", self.path("fifo"), "-o", self.out, says="regular file")
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        self.refused("run", self.case, "-o", self.path("no/where"), says="writable folder")
+        self.refused("run", self.case, "-o", self.folder, says="regular file")
+        nowhere = self.path("no/where")
+        self.refused("run", self.case, "-o", self.out, "--json", nowhere, says="JSON file")
+        self.refused("case", "-o", self.out, "--json", self.path("no/where"), says="JSON file")
+
+    def test_bad_headers(self):
+        one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+        two = {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
+        text = json.dumps(one).encode()
+        eight, sixteen = bytes(8), bytes(16)
+
+        def entry(**changes):
+            return {"x": {**one, **changes}}
+
+        for content, says in (
+            (b"", "length field"),
+            (b"\0\0\0", "length field"),
+            (struct.pack("<Q", 1 << 63) + b"{}", "at most"),
+            (struct.pack("<Q", 100_000_001) + b"{}", "at most"),
+            (struct.pack("<Q", 50) + b"{}", "cut short"),
+            (file_bytes(b""), "begin with"),
+            (file_bytes(b"[]"), "begin with"),
+            (file_bytes(b" {}"), "begin with"),
+            (file_bytes(b"{"), "not valid JSON"),
+            (file_bytes(b'{"x":'), "not valid JSON"),
+            (file_bytes(b"{} {}"), "not valid JSON"),
+            (file_bytes(b'{"\xff":1}'), "not valid JSON"),
+            (file_bytes(b"{}\0{}"), "NUL"),
+            (file_bytes(b'{"x":' * 5000), "only dtype"),
+            (file_bytes(b'{"x":' + b"[" * 5000), "a list"),
+            (file_bytes(b'{"x":' + text + b',"x":' + text + b"}", eight), "'x' twice"),
+            (file_bytes(b'{"x":' + text + b',"\\u0078":' + text + b"}", eight), "'x' twice"),
+            (file_bytes(b'{"x":{"dtype":"F32","dtype":"F32"}}'), "twice"),
+            (file_bytes({"x": one}, bytes(7)), "cut short"),
+            (file_bytes({"x": one}, bytes(9)), "trailing bytes"),
+            (file_bytes({"x": one, "y": two}, sixteen[:12]), "cut short"),
+            (file_bytes({"x": one, "y": {**two, "data_offsets": [4, 12]}}, sixteen), "overlaps"),
+            (file_bytes({"x": one, "y": {**one}}, eight), "overlaps"),
+            (file_bytes({"x": one, "y": {**two, "data_offsets": [12, 20]}}, bytes(20)), "gaps"),
+            (file_bytes(entry(data_offsets=[4, 12]), bytes(12)), "gaps"),
+            (file_bytes(entry(data_offsets=[8, 0]), eight), "ascending"),
+            (file_bytes(entry(data_offsets=[0, 8, 8]), eight), "begin, end"),
+            (file_bytes(entry(data_offsets=[0]), eight), "begin, end"),
+            (file_bytes(entry(data_offsets=[-8, 0]), eight), "negative"),
+            (file_bytes(entry(data_offsets=[0, 1 << 63]), eight), "63 bits"),
+            (file_bytes(entry(shape=[3]), eight), "takes 12"),
+            (file_bytes(entry(shape=[1 << 62, 4]), eight), "63 bits"),
+            (file_bytes(entry(shape=[0, 1 << 62, 1 << 62]), eight), "63 bits"),
+            (file_bytes(entry(shape=[2.0]), eight), "whole numbers"),
+            (file_bytes(entry(shape="2"), eight), "list"),
+            (file_bytes(entry(shape=[[2]]), eight), "list"),
+            (file_bytes(entry(dtype="F8_E4M3"), eight), "F8_E4M3"),
+            (file_bytes(entry(dtype=1), eight), "string"),
+            (file_bytes(entry(extra=1), eight), "extra"),
+            (file_bytes({"x": {"dtype": "F32", "shape": [2]}}, eight), "data_offsets"),
+            (file_bytes({"x": None}), "object"),
+            (file_bytes({"__metadata__": {"a": 1}}), "strings"),
+            (file_bytes({"__metadata__": {}}), "no tensor x"),
+        ):
+            with open(self.case, "wb") as file:
+                file.write(content)
+            self.refused("run", self.case, "-o", self.out, says=(says, "case.safetensors"))
+
+    def test_every_truncation_is_refused(self):
+        self.write(Problem("F32", tokens=1, hidden=8, ffn=8, experts=1, topk=1).tensors())
+        with open(self.case, "rb") as file:
+            content = file.read()
+        for length in sorted({*range(0, 40), *range(40, len(content), 97), len(content) - 1}):
+            with open(self.case, "wb") as file:
+                file.write(content[:length])
+            self.refused("run", self.case, "-o", self.out)
+
+    def test_tensors_that_disagree(self):
+        for says, change in (
+            ("no tensor w1", {"w1": None}),
+            ("no tensor topk_ids", {"topk_ids": None}),
+            ("tokens", {"x": ("F32", [1, 8], [0.5] * 8)}),
+            ("hidden", {"x": ("F32", [2, 16], [0.5] * 32)}),
+            ("[tokens, hidden]", {"x": ("F32", [16], [0.5] * 16)}),
+            ("dtype", {"x": ("BF16", [2, 8], [0.5] * 16)}),
+            ("F64", {"x": ("F64", [2, 8], [0.5] * 16)}),
+            ("dtype", {"w2": ("BF16", [2, 8, 8], [0.5] * 128)}),
+            ("experts", {"w2": ("F32", [1, 8, 8], [0.5] * 64)}),
+            ("ffn", {"w1": ("F32", [2, 8, 8], [0.5] * 128)}),
+            ("multiple of 8", {"x": ("F32", [2, 4], [0.5] * 8), "d_out": None,
+                               "w1": ("F32", [2, 16, 4], [0.5] * 128),
+                               "w2": ("F32", [2, 4, 8], [0.5] * 64)}),
+            ("value 2 at token 1, choice 0", {"topk_ids": ("I32", [2, 1], [0, 2])}),
+            ("value -2 at token 0, choice 0", {"topk_ids": ("I32", [2, 1], [-2, 0])}),
+            ("4294967296", {"topk_ids": ("I64", [2, 1], [1 << 32, 0])}),
+            ("I32 or I64", {"topk_ids": ("F32", [2, 1], [0, 0])}),
+            ("must be F32", {"topk_weights": ("BF16", [2, 1], [1, 1])}),
+            ("topk", {"topk_weights": ("F32", [2, 2], [1] * 4)}),
+            ("adds up to 1", {"tokens_per_rank": ("I64", [2], [1, 0])}),
+            ("rank 1 the count 3", {"tokens_per_rank": ("I64", [2], [1, 3])}),
+            ("rank 0 the count -1", {"tokens_per_rank": ("I64", [2], [-1, 3])}),
+            ("must be I64", {"tokens_per_rank": ("I32", [2], [1, 1])}),
+            ("1 to 1024", {"tokens_per_rank": ("I64", [0], [])}),
+            ("d_out", {"d_out": ("F32", [1, 8], [0.5] * 8)}),
+        ):
+            tensors = Problem("F32", tokens=2, hidden=8, ffn=8, experts=2, topk=1).tensors()
+            tensors.update(change)
+            self.write({name: t for name, t in tensors.items() if t is not None})
+            self.refused("run", self.case, "-o", self.out, says=says)
+        tensors = Problem("F32", tokens=2, hidden=8, ffn=8, experts=2, topk=1).tensors()
+        for key, value in {"uniep_format": "2", "activation": "gelu", "numerics": "fp8"}.items():
+            self.write(tensors, metadata={key: value})
+            self.refused("run", self.case, "-o", self.out, says=(key, value))
+        del tensors["d_out"]
+        self.write(tensors)
+        self.ok("run", self.case, "-o", self.out)
+        os.remove(self.out)
+        self.refused("run", self.case, "-o", self.out, "--backward", says="d_out")
+
+    # -- the world
+
+    def test_the_world_fails(self):
+        for flags in (
+            ("case", "--global-tokens", 1 << 30),
+            ("case", "--hidden", 1 << 30, "--ffn", 1 << 30, "--experts", 1 << 20),
+            ("trace", "--hidden", 8, "--ffn", 8, "--experts", 1 << 20, "--ranks", 1024),
+        ):
+            self.refused(*flags, "-o", self.out, code=3, says=("needs about", "memory"))
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        self.refused("run", self.case, "-o", self.out, "--backend", "cuda", code=3, says="cuda")
+        self.refused("run", self.case, "-o", "/dev/full", code=3, says="No space left")
+        self.refused("run", self.case, "-o", self.out, "--json", "/dev/full", code=3,
+                     says="No space left")
+        self.ok("run", self.case, "-o", "/dev/null")
+
+        def small_address_space():
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))
+
+        self.refused("case", "-o", self.out, "--hidden", 4096, "--ffn", 4096, code=3, says="memory",
+                     preexec_fn=small_address_space)
+
+        def small_files():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            # The signal's default action would end the program before it could say why.
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+        self.refused("run", self.case, "-o", self.out, code=3, says="too large",
+                     preexec_fn=small_files)
+
+    def test_standard_output_that_fails(self):
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run([UNIEP, "info"], stdout=full, stderr=subprocess.PIPE, timeout=60,
+                                  check=False)
+        self.assertEqual(done.returncode, 3)
+        self.assertIn(b"standard output", done.stderr)
+        # Closed descriptors must not be taken by the output file.
+        closed = f'"{UNIEP}" run "{self.case}" -o "{self.out}" >&- 2>&- <&-'
+        subprocess.run(closed, shell=True, timeout=60, check=True)
+        self.assertEqual(read_tensors(self.out)["out"][1], [8, 64])
+        # A reader that leaves: the signal's own exit, and no word.
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([UNIEP, "info"], stdout=writer, stderr=subprocess.PIPE, timeout=60,
+                              check=False)
+        os.close(writer)
+        self.assertEqual((done.returncode, done.stderr), (-13, b""))
+
+    def test_outputs_replace_only_what_they_should(self):
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        with open(self.out, "w", encoding="utf-8") as file:
+            file.write("kept")
+        self.refused("run", self.path("absent"), "-o", self.out)
+        with open(self.out, encoding="utf-8") as file:
+            self.assertEqual(file.read(), "kept")
+        os.symlink(self.out, self.path("link"))
+        self.ok("run", self.case, "-o", self.path("link"))
+        self.assertTrue(os.path.islink(self.path("link")))
+        self.assertIn("out", read_tensors(self.out))
+        os.symlink(self.path("nothing"), self.path("dangling"))
+        self.refused("run", self.case, "-o", self.path("dangling"), says="leads nowhere")
+        before = self.hashes(self.case, "-o", self.out)
+        self.assertEqual(self.hashes(self.case, "-o", self.out), before)
+        self.assertFalse([name for name in os.listdir(self.folder) if name.endswith(".tmp")])
+
+    # -- what it computes
+
+    def check_against_float64(self, problem, tensors, *flags):
+        self.write(tensors)
+        table = self.ok("run", self.case, "-o", self.out, "--backward", *flags)
+        self.assertEqual([line.split()[0] for line in table.splitlines()], list(RESULTS))
+        got, want, bounds = read_tensors(self.out), problem.results(), problem.bounds()
+        t, h, f, e, k = problem.tokens, problem.hidden, problem.ffn, problem.experts, problem.topk
+        shapes = {"out": [t, h], "d_x": [t, h], "d_topk_weights": [t, k], "d_w1": [e, 2 * f, h],
+                  "d_w2": [e, h, f]}
+        self.assertEqual(set(got), set(RESULTS))
+        for name in RESULTS:
+            dtype, shape, values = got[name]
+            self.assertEqual(dtype, problem.dtype if name in ("out", "d_x") else "F32")
+            self.assertEqual(shape, shapes[name])
+            self.assertLessEqual(relative_error(values, want[name]), bounds[name], name)
+        return table
+
+    def test_against_float64(self):
+        for dtype in ("F32", "BF16"):
+            problem = Problem(dtype)
+            problem.ids[0:3] = [-1, -1, -1]  # a token without choice
+            problem.ids[3:6] = [2, 2, 2]     # one expert three times
+            table = self.check_against_float64(problem, problem.tensors())
+            # The same tensors as another program might write them: I64 ids, ranks of uneven size.
+            tensors = problem.tensors("I64")
+            tensors["tokens_per_rank"] = ("I64", [3], [7, 0, 4])
+            tensors["something_else"] = ("F64", [1], [1.0])
+            self.assertEqual(self.check_against_float64(problem, tensors), table)
+            for schedule in ("fusion=split,direction=pull",
+                             "payload=choice,workers=2,comm_workers=1,tile_m=8"):
+                flags = ("--ranks", 8, "--schedule", schedule)
+                self.assertEqual(self.check_against_float64(problem, tensors, *flags), table)
+
+    def test_zero_tokens(self):
+        self.write(Problem("F32", tokens=0).tensors())
+        for ranks in (1, 3):
+            self.ok("run", self.case, "-o", self.out, "--backward", "--ranks", ranks)
+            got = read_tensors(self.out)
+            self.assertEqual(got["out"][1:], ([0, 24], []))
+            self.assertEqual(set(got["d_w1"][2]), {0.0})
+        self.ok("verify", "--global-tokens", 0, "--schedules", 2)
+
+    def test_nan_and_infinity_touch_only_their_rows(self):
+        problem = Problem("F32")
+        problem.ids = [i % problem.experts for i in range(len(problem.ids))]
+        problem.ids[4] = -1
+        self.write(problem.tensors())
+        self.ok("run", self.case, "-o", self.out, "--backward", "--ranks", 2)
+        clean = read_tensors(self.out)
+        problem.weights[4] = math.nan  # of a masked choice: ignored
+        self.write(problem.tensors())
+        self.ok("run", self.case, "-o", self.out, "--backward", "--ranks", 2)
+        self.assertEqual(read_tensors(self.out), clean)
+        h = problem.hidden
+        problem.x[2 * h] = math.nan
+        problem.x[5 * h + 3] = math.inf
+        self.write(problem.tensors())
+        for ranks in (1, 2, 4):
+            self.ok("run", self.case, "-o", self.out, "--backward", "--ranks", ranks)
+            got = read_tensors(self.out)["out"][2]
+            for token in range(problem.tokens):
+                row = slice(token * h, (token + 1) * h)
+                if token in (2, 5):
+                    self.assertTrue(any(not math.isfinite(v) for v in got[row]))
+                else:
+                    self.assertEqual(got[row], clean["out"][2][row])
+
+    def test_replay_gives_the_same_hash(self):
+        flags = ("--routing", "zipf:1.2", "--seed", 5, "--mask", 0.1)
+        self.ok("case", "-o", self.case, *flags)
+        hashes = self.hashes(self.case, "-o", self.out, "--backward")
+        again = self.path("again")
+        self.ok("case", "-o", again, *flags)
+        for flags in ((), ("--ranks", 5), ("--schedule", "fusion=split,payload=choice")):
+            self.assertEqual(self.hashes(again, "-o", self.out, "--backward", *flags), hashes)
+        self.ok("case", "-o", self.path("other"), "--seed", 6)
+        self.assertNotEqual(self.hashes(self.path("other"), "-o", self.out, "--backward"), hashes)
+        self.ok("case", "-o", self.path("routed"), "--routing", f"file:{self.case}", "--seed", 9)
+        routed = read_tensors(self.path("routed"))
+        self.assertEqual(routed["topk_ids"], read_tensors(self.case)["topk_ids"])
+
+    def test_verify(self):
+        table = self.ok("verify", "--shape", "tiny", "--ranks", "1,2,4", "--schedules", 5)
+        self.assertEqual(table.count(" 5/5"), 6)
+        self.assertIn("PASS: 30 runs, 0 failures", table)
+        lines = table.splitlines()
+        sequential = [line.split()[-6:-1] for line in lines if line.startswith("sequential")]
+        self.assertEqual(len(sequential), 2)
+        for name in ("1 ranks", "2 ranks", "4 ranks"):
+            rows = [line.split()[-6:-1] for line in lines if line.startswith(name)]
+            self.assertEqual(rows, sequential)
+
+    def test_fuzz_is_replayable(self):
+        table = self.ok("verify", "--fuzz", "--seconds", 5, "--seed", 1234)
+        self.assertTrue(table.startswith("seed 1234 "), table)
+        last = int(re.search(r"seeds 1234 to (\d+)", table).group(1))
+        for _ in range(2):
+            text = self.ok("verify", "--fuzz", "--seconds", 0, "--seed", last, "--json", "-")
+            replay = json.loads(text)
+            self.assertEqual((replay["seed"], replay["runs"], replay["failures"]), (last, 1, 0))
+
+    def test_trace_shows_overlap(self):
+        trace = self.path("trace.json")
+        self.ok("trace", "-o", trace, "--ranks", 4, "--global-tokens", 2048, "--hidden", 256,
+                "--schedule", "fusion=fused,workers=2,comm_workers=1,chunk=4,tile_m=8")
+        with open(trace, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        self.assertEqual({event["pid"] for event in events}, {0, 1, 2, 3})
+        for event in events:
+            self.assertGreaterEqual(event["ts"], 0)
+            self.assertGreaterEqual(event["dur"], 0)
+        # A rank's backward, whose rows are sent too, begins after its last gemm2.
+        forward = {rank: max(e["ts"] for e in events if e["pid"] == rank and e["name"] == "gemm2")
+                   for rank in range(4)}
+        dispatch_end = max(e["ts"] + e["dur"] for e in events
+                           if e["name"] == "send" and e["ts"] < forward[e["pid"]])
+        started = [e for e in events if e["name"] == "gemm1" and e["ts"] < dispatch_end]
+        self.assertGreater(len(started), 0, "no gemm1 tile started before dispatch ended")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: cli_test.py path/to/uniep [unittest arguments]")
+    UNIEP = os.path.abspath(sys.argv.pop(1))
+    unittest.main()
