@@ -458,7 +458,7 @@ class CliTest(unittest.TestCase):
     def test_the_world_fails(self):
         for flags in (
             ("case", "--global-tokens", 1 << 30),
-            ("case", "--hidden", 1 << 30, "--ffn", 1 << 30, "--experts", 1 << 20),
+            ("case", "--hidden", 1 << 20, "--ffn", 1 << 20, "--experts", 64),
             ("trace", "--hidden", 8, "--ffn", 8, "--experts", 1 << 20, "--ranks", 1024),
         ):
             self.refused(*flags, "-o", self.out, code=3, says=("needs about", "memory"))
