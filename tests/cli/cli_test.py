@@ -411,6 +411,25 @@ class CliTest(unittest.TestCase):
                 file.write(content[:length])
             self.refused("run", self.case, "-o", self.out)
 
+    def test_mutated_files_are_refused_or_run(self):
+        self.write(Problem("F32", tokens=2, hidden=8, ffn=8, experts=2, topk=1).tensors())
+        with open(self.case, "rb") as file:
+            content = file.read()
+        header_end = 8 + struct.unpack("<Q", content[:8])[0]
+        rng = random.Random(3)
+        pieces = (b"0", b"9", b"-", b'"', b"[", b"]", b"{", b"}", b",", b":", b"\\", b"\0", b"\xff",
+                  b"18446744073709551616", b"9223372036854775807", b"null", b"1e9", b"\\u0000")
+        for _ in range(200):
+            mutant = bytearray(content)
+            for _ in range(rng.choice((1, 1, 2, 5))):
+                begin = rng.randrange(header_end)
+                end = begin + rng.choice((0, 1, 1, 3))
+                mutant[begin:end] = rng.choice(pieces)
+            with open(self.case, "wb") as file:
+                file.write(mutant)
+            done = self.run_uniep("run", self.case, "-o", "/dev/null")
+            self.assertIn(done.returncode, (0, 2), (bytes(mutant[:header_end]), done.stderr))
+
     def test_tensors_that_disagree(self):
         for says, change in (
             ("no tensor w1", {"w1": None}),
