@@ -3,15 +3,14 @@
 // forward and backward, with the weight gradients added to fp32 main_grad.
 //
 // The same layer on one rank gives the same bits; the program compares them and says so.
-#include <uniep/layer.hpp>
-#include <uniep/version.hpp>
-
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <random>
 #include <thread>
+#include <uniep/layer.hpp>
+#include <uniep/version.hpp>
 #include <vector>
 
 namespace {

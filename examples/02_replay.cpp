@@ -3,13 +3,12 @@
 // rank counts, and tells which rows of the output are not finite.
 //
 //   uniep case --shape tiny -o case.safetensors && 02_replay case.safetensors
-#include <uniep/bf16.hpp>
-#include <uniep/case.hpp>
-#include <uniep/error.hpp>
-
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <uniep/bf16.hpp>
+#include <uniep/case.hpp>
+#include <uniep/error.hpp>
 
 namespace {
 

@@ -15,8 +15,8 @@
 #include "base/limits.hpp"
 #include "base/memory.hpp"
 #include "commands.hpp"
-#include "uniep/version.hpp"
 #include "cpu/gemm.hpp"
+#include "uniep/version.hpp"
 #include "uniep_commit.hpp"
 
 namespace uniep::tools {

@@ -9,8 +9,8 @@
 
 namespace uniep {
 
-// invalid_argument: the caller's mistake; the text names the value and what would be valid (exit 2).
-// world: memory, a peer, a wait that expired, or a capability this machine lacks (exit 3).
+// invalid_argument: the caller's mistake; the text names the value and what would be valid (exit
+// 2). world: memory, a peer, a wait that expired, or a capability this machine lacks (exit 3).
 enum class ErrorCode { invalid_argument, world };
 
 class UNIEP_API Error : public std::runtime_error {

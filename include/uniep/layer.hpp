@@ -61,22 +61,22 @@ class UNIEP_API Group {
 // One rank's tensors, row-major and contiguous; byte spans hold values of the group's dtype, see
 // std::as_bytes. T is this rank's number of tokens, E_l that of its experts.
 struct ForwardArgs {
-  std::span<const std::byte> x;             // [T, H]
-  std::span<const std::int32_t> topk_ids;   // [T, k] global expert ids, -1 = masked
-  std::span<const float> topk_weights;      // [T, k]
-  std::span<const std::byte> w1;            // [E_l, 2F, H], gate rows first
-  std::span<const std::byte> w2;            // [E_l, H, F]
-  std::span<std::byte> out;                 // [T, H], written
+  std::span<const std::byte> x;            // [T, H]
+  std::span<const std::int32_t> topk_ids;  // [T, k] global expert ids, -1 = masked
+  std::span<const float> topk_weights;     // [T, k]
+  std::span<const std::byte> w1;           // [E_l, 2F, H], gate rows first
+  std::span<const std::byte> w2;           // [E_l, H, F]
+  std::span<std::byte> out;                // [T, H], written
 };
 
 struct BackwardArgs {
   std::span<const std::byte> d_out;  // [T, H]
   std::span<const std::byte> w1;     // as in the forward
   std::span<const std::byte> w2;
-  std::span<std::byte> d_x;          // [T, H], written
-  std::span<float> d_topk_weights;   // [T, k], written; 0 where masked
-  std::span<float> d_w1;             // [E_l, 2F, H]
-  std::span<float> d_w2;             // [E_l, H, F]
+  std::span<std::byte> d_x;         // [T, H], written
+  std::span<float> d_topk_weights;  // [T, k], written; 0 where masked
+  std::span<float> d_w1;            // [E_l, 2F, H]
+  std::span<float> d_w2;            // [E_l, H, F]
   // False: d_w1 and d_w2 are written, zeros for experts without rows. True: the finished gradients
   // are added to them once (fp32 main_grad), and experts without rows are left untouched.
   bool accumulate = false;

@@ -11,19 +11,19 @@
 
 namespace uniep {
 
-enum class Fusion { split, fused };          // stages one after another, or one ticket queue
-enum class Payload { choice, rank };         // a row per choice, or per (token, destination rank)
-enum class Direction { push, pull };         // who moves dispatched rows; combine always pushes
+enum class Fusion { split, fused };   // stages one after another, or one ticket queue
+enum class Payload { choice, rank };  // a row per choice, or per (token, destination rank)
+enum class Direction { push, pull };  // who moves dispatched rows; combine always pushes
 enum class ExpertOrder { ascending, rotated };       // order of an owner's experts
 enum class DestinationOrder { ascending, rotated };  // order of destinations, by source rank
-enum class WgradOrder { filling, after };    // weight gradients before or after the final reduce
+enum class WgradOrder { filling, after };  // weight gradients before or after the final reduce
 
 struct Schedule {
   Fusion fusion = Fusion::fused;
   Payload payload = Payload::rank;
   Direction direction = Direction::push;
-  std::int32_t tile_m = 64;       // rows, 8 to 512, a multiple of 8
-  std::int32_t tile_n = 128;      // columns, 64 to 1024, a multiple of 64
+  std::int32_t tile_m = 64;   // rows, 8 to 512, a multiple of 8
+  std::int32_t tile_n = 128;  // columns, 64 to 1024, a multiple of 64
   ExpertOrder expert_order = ExpertOrder::ascending;
   DestinationOrder destination_order = DestinationOrder::rotated;
   WgradOrder wgrad = WgradOrder::filling;

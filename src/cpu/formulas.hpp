@@ -75,7 +75,8 @@ ActivationGradient<S> activation_gradient(S stored_g, S stored_u, float weight, 
   const A s = silu(g);
   const A scaled = d_a * static_cast<A>(weight);
   const A slope = sigmoid * (A{1} + g * (A{1} - sigmoid));
-  return {.d_g = narrow<S>(scaled * u * slope), .d_u = narrow<S>(scaled * s),
+  return {.d_g = narrow<S>(scaled * u * slope),
+          .d_u = narrow<S>(scaled * s),
           .d_weight = (s * u) * d_a};
 }
 

@@ -31,8 +31,8 @@ const GroupConfig& checked(const GroupConfig& config) {
 
 Group::Group(GroupConfig config)
     : config_(std::move(config)), layout_(checked(config_).shape, config_.schedule) {
-  heap_ = make_host_heap(config_.shape.num_ranks,
-                         static_cast<std::size_t>(layout_.bytes_per_rank()));
+  heap_ =
+      make_host_heap(config_.shape.num_ranks, static_cast<std::size_t>(layout_.bytes_per_rank()));
   state_ = std::make_unique<GroupState>(config_.shape.num_ranks, config_.wait_bound);
   epochs_ = std::vector<RankEpochs>(static_cast<std::size_t>(config_.shape.num_ranks));
 }

@@ -13,8 +13,8 @@
 #include "layout/heap_layout.hpp"
 #include "memory/symmetric_heap.hpp"
 #include "memory/wait.hpp"
-#include "uniep/schedule.hpp"
 #include "topo/placement.hpp"
+#include "uniep/schedule.hpp"
 #include "uniep/trace.hpp"
 
 namespace uniep::cpu {
@@ -30,8 +30,8 @@ struct GroupConfig {
 
 // Where a rank stands in the order of operations.
 struct RankEpochs {
-  std::uint64_t current = 0;  // of the operation under way, or the last one
-  std::uint64_t first = 1;    // of this generation; nobody waits for consumed below it
+  std::uint64_t current = 0;           // of the operation under way, or the last one
+  std::uint64_t first = 1;             // of this generation; nobody waits for consumed below it
   std::atomic<bool> attached = false;  // to a layer
 };
 

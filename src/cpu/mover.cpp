@@ -114,7 +114,8 @@ std::optional<Awaited> Mover<S>::missing(const Task& task) {
     if (saved_.origins[size(t.row)].rank < 0) fill_origins(task.first);
     for (std::int64_t row = t.row; row < t.row + t.rows && !awaited; ++row) {
       const RowOrigin& origin = saved_.origins[size(row)];
-      awaited = missing_word(source_of(origin).ready, epoch_, Role::fanout, task.first, origin.rank);
+      awaited =
+          missing_word(source_of(origin).ready, epoch_, Role::fanout, task.first, origin.rank);
     }
   } else if (task.role == Role::reduce) {
     auto* ready = group_.region<std::uint64_t>(rank_, Region::return_ready);
@@ -222,8 +223,7 @@ void Mover<S>::fill_origins(std::int64_t tile) {
   for (int source = 0; source < plan.num_ranks; ++source) {
     const std::size_t run = size(t.local_expert) * size(plan.num_ranks) + size(source);
     const std::int64_t first = std::max(plan.run_starts[run], t.row);
-    const std::int64_t last =
-        std::min(plan.run_starts[run] + plan.run_rows[run], t.row + t.rows);
+    const std::int64_t last = std::min(plan.run_starts[run] + plan.run_rows[run], t.row + t.rows);
     const auto* order = group_.region<std::int32_t>(source, Region::send_order);
     const auto* weights = group_.region<float>(source, Region::topk_weights);
     for (std::int64_t row = first; row < last; ++row) {
@@ -256,8 +256,8 @@ void Mover<S>::return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n
     for (std::int64_t j = 0; j < n; ++j) home[j] = narrow<S>(c[i * ldc + j]);
   }
   // acq_rel: the last column tile's worker sees, and passes on, what the others stored.
-  const std::uint64_t before = std::atomic_ref<std::uint64_t>(returned_[size(tile)])
-                                   .fetch_add(1, std::memory_order_acq_rel);
+  const std::uint64_t before =
+      std::atomic_ref<std::uint64_t>(returned_[size(tile)]).fetch_add(1, std::memory_order_acq_rel);
   if (before + 1 < num_column_tiles) return;
   for (std::int64_t i = 0; i < t.rows; ++i) {
     const RowOrigin& origin = saved_.origins[size(t.row + i)];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The moving half of an operation, the same forward and backward: rows leave by (token, destination
-// rank) or by choice, arrive in the receive region, are fanned out to expert-major rows, and results
-// come home to staging, where each token is summed in choice order.
+// rank) or by choice, arrive in the receive region, are fanned out to expert-major rows, and
+// results come home to staging, where each token is summed in choice order.
 #pragma once
 
 #include <cstring>
@@ -76,8 +76,8 @@ class Mover {
   std::span<const S> rows_;
   std::vector<RowTile> tiles_;
   std::vector<std::pair<std::int64_t, std::int64_t>> tile_ranges_;
-  std::vector<std::uint64_t> tile_ready_;    // [tiles] 1 once its rows are fanned out
-  std::vector<std::uint64_t> returned_;      // [tiles] column tiles returned so far
+  std::vector<std::uint64_t> tile_ready_;  // [tiles] 1 once its rows are fanned out
+  std::vector<std::uint64_t> returned_;    // [tiles] column tiles returned so far
 };
 
 extern template class Mover<float>;

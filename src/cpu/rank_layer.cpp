@@ -71,8 +71,13 @@ class ForwardOperation {
       for (std::int32_t tile = 0; tile < num_tiles; ++tile) {
         activations.push_back({Role::activation, tile, 0});
       }
-      return {{{}, mover_.send_tasks()}, {{}, mover_.pull_tasks()}, {{}, front}, {{}, middle},
-              {{}, activations}, {{}, back}, {{}, mover_.reduce_tasks()}};
+      return {{{}, mover_.send_tasks()},
+              {{}, mover_.pull_tasks()},
+              {{}, front},
+              {{}, middle},
+              {{}, activations},
+              {{}, back},
+              {{}, mover_.reduce_tasks()}};
     }
     Phase phase;
     std::vector<Task>& moving = schedule_.comm_workers > 0 ? phase.comm : phase.compute;
@@ -234,8 +239,13 @@ class BackwardOperation {
     }
     const std::vector<Task> wgrads = wgrad_tasks();
     if (schedule_.fusion == Fusion::split) {
-      return {{{}, mover_.send_tasks()}, {{}, mover_.pull_tasks()}, {{}, fanouts}, {{}, dgrad2s},
-              {{}, d_activations},       {{}, dgrad1s},             {{}, wgrads},
+      return {{{}, mover_.send_tasks()},
+              {{}, mover_.pull_tasks()},
+              {{}, fanouts},
+              {{}, dgrad2s},
+              {{}, d_activations},
+              {{}, dgrad1s},
+              {{}, wgrads},
               {{}, mover_.reduce_tasks()}};
     }
     Phase phase;
@@ -301,8 +311,8 @@ class BackwardOperation {
     for (const Role role : {Role::wgrad2, Role::wgrad1}) {
       const std::int64_t m = role == Role::wgrad2 ? hidden_ : 2 * ffn_;
       const std::int64_t n = role == Role::wgrad2 ? ffn_ : hidden_;
-      const auto count = static_cast<std::int32_t>(div_up(m, schedule_.tile_m) *
-                                                   div_up(n, schedule_.tile_n));
+      const auto count =
+          static_cast<std::int32_t>(div_up(m, schedule_.tile_m) * div_up(n, schedule_.tile_n));
       for (std::int32_t local = 0; local < num_local; ++local) {
         for (std::int32_t i = 0; i < count; ++i) tasks.push_back({role, local, i});
       }
@@ -322,8 +332,8 @@ class BackwardOperation {
     gemm_tile(MatrixView<S>{d_rows_.data() + t.row * hidden_, hidden_, 1},
               MatrixView<S>{w2 + n0, ffn_, 1}, t.rows, n, hidden_, c, ldc, scratch.gemm);
     if (fused) differentiate(t, n0, n, c, ldc);
-    // Counted up by each column tile's worker; fused, the last one finishes the tile's rows. A split
-    // activation waits for the full count. d_h, a and partial sums (or d_a) become visible.
+    // Counted up by each column tile's worker; fused, the last one finishes the tile's rows. A
+    // split activation waits for the full count. d_h, a and partial sums (or d_a) become visible.
     const std::uint64_t done = count_up(dgrad2_done_[size(task.first)]);
     if (fused && done == num_ffn_tiles()) finish_tile(task.first);
   }
@@ -481,7 +491,8 @@ void RankLayer<S>::begin_operation(std::int64_t operation) {
     site.stage = operation == 0 ? "forward" : "backward";
     site.role = "consumed";
     site.peer = peer;
-    wait_at_least(group_.state(), &group_.template region<RankHeader>(peer, Region::header)->consumed,
+    wait_at_least(group_.state(),
+                  &group_.template region<RankHeader>(peer, Region::header)->consumed,
                   epochs_.current - 1, site);
   }
 }
@@ -527,10 +538,11 @@ void RankLayer<S>::wait_for_peers(std::int64_t num_tokens, std::int64_t operatio
     site.peer = peer;
     wait_at_least(group_.state(), &header->published, epochs_.current, site);
     if (header->operation != operation || header->schedule_hash != mine) {
-      throw_invalid("rank {} issued a {} and rank {} a {} as operation {}; all ranks of a group "
-                    "must issue the same operations in the same order with the same schedule",
-                    rank_, operation == 0 ? "forward" : "backward", peer,
-                    header->operation == 0 ? "forward" : "backward", epochs_.current & 0xffffffffU);
+      throw_invalid(
+          "rank {} issued a {} and rank {} a {} as operation {}; all ranks of a group "
+          "must issue the same operations in the same order with the same schedule",
+          rank_, operation == 0 ? "forward" : "backward", peer,
+          header->operation == 0 ? "forward" : "backward", epochs_.current & 0xffffffffU);
     }
   }
 }
@@ -567,8 +579,11 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
       splits.insert(splits.end(), row, row + shape.num_experts);
     }
     Saved<S> saved;
-    saved.plan = make_plan({.rank = rank_, .topk = shape.topk, .topk_ids = input.topk_ids,
-                            .splits = splits, .placement = &config.placement});
+    saved.plan = make_plan({.rank = rank_,
+                            .topk = shape.topk,
+                            .topk_ids = input.topk_ids,
+                            .splits = splits,
+                            .placement = &config.placement});
     saved.ffn = input.ffn;
     saved.topk_ids.assign(input.topk_ids.begin(), input.topk_ids.end());
     const std::int64_t rows = saved.plan.padded_rows();

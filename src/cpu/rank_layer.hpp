@@ -45,13 +45,13 @@ struct ForwardInput {
 
 template <typename S>
 struct BackwardInput {
-  std::span<const S> d_out;                // [num_tokens, hidden]
+  std::span<const S> d_out;  // [num_tokens, hidden]
   std::span<const S> w1;
   std::span<const S> w2;
-  std::span<S> d_x;                        // [num_tokens, hidden], written
-  std::span<float> d_topk_weights;         // [num_tokens, topk], written; masked = 0
-  std::span<float> d_w1;                   // like w1
-  std::span<float> d_w2;                   // like w2
+  std::span<S> d_x;                 // [num_tokens, hidden], written
+  std::span<float> d_topk_weights;  // [num_tokens, topk], written; masked = 0
+  std::span<float> d_w1;            // like w1
+  std::span<float> d_w2;            // like w2
   bool accumulate = false;  // add the finished gradients to d_w1 and d_w2 (main_grad) once; experts
                             // without rows are then left untouched
 };

@@ -15,7 +15,8 @@ A chain_portable(const A* a, std::int64_t a_step, const A* b, std::int64_t b_ste
 }
 
 #if defined(__x86_64__)
-// The same loop with std::fma as one instruction; where the processor has it, the bits are the same.
+// The same loop with std::fma as one instruction; where the processor has it, the bits are the
+// same.
 template <typename A>
 __attribute__((target("fma"))) A chain_fma(const A* a, std::int64_t a_step, const A* b,
                                            std::int64_t b_step, std::int64_t length) {
@@ -120,16 +121,16 @@ class Sequential {
     std::vector<A> terms(size(ffn));
     for (std::int64_t f = 0; f < ffn; ++f) {
       const A d_a = chain(d_out_row(row), 1, w2 + f, ffn, hidden);
-      const auto gradient = activation_gradient<S>(h[f], h[ffn + f],
-                                                   in_.topk_weights[size(choice)], d_a);
+      const auto gradient =
+          activation_gradient<S>(h[f], h[ffn + f], in_.topk_weights[size(choice)], d_a);
       d_h[f] = widen(gradient.d_g);
       d_h[ffn + f] = widen(gradient.d_u);
       terms[size(f)] = gradient.d_weight;
     }
     A sum{0};
     for (std::int64_t f = 0; f < ffn; f += kTreeBlock) {
-      sum += tree_sum<A>(std::span<const A>(terms).subspan(size(f),
-                                                           size(std::min(kTreeBlock, ffn - f))));
+      sum += tree_sum<A>(
+          std::span<const A>(terms).subspan(size(f), size(std::min(kTreeBlock, ffn - f))));
     }
     result_.d_topk_weights[size(choice)] = canonical(sum);
     for (std::int64_t n = 0; n < hidden; ++n) {

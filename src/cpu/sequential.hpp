@@ -18,22 +18,22 @@ struct SequentialInput {
   std::int64_t ffn = 0;
   std::int32_t num_experts = 1;
   std::int32_t topk = 1;
-  std::span<const std::int32_t> topk_ids;   // [num_tokens, topk], -1 masked
-  std::span<const float> topk_weights;      // [num_tokens, topk]
-  std::span<const S> x;                     // [num_tokens, hidden]
-  std::span<const S> w1;                    // [num_experts, 2 * ffn, hidden], gate rows first
-  std::span<const S> w2;                    // [num_experts, hidden, ffn]
-  std::span<const S> d_out;                 // [num_tokens, hidden], where backward
+  std::span<const std::int32_t> topk_ids;  // [num_tokens, topk], -1 masked
+  std::span<const float> topk_weights;     // [num_tokens, topk]
+  std::span<const S> x;                    // [num_tokens, hidden]
+  std::span<const S> w1;                   // [num_experts, 2 * ffn, hidden], gate rows first
+  std::span<const S> w2;                   // [num_experts, hidden, ffn]
+  std::span<const S> d_out;                // [num_tokens, hidden], where backward
   bool backward = false;
 };
 
 template <typename S>
 struct SequentialResult {
-  std::vector<S> out;                       // [num_tokens, hidden]
-  std::vector<S> d_x;                       // [num_tokens, hidden]
-  std::vector<Acc<S>> d_topk_weights;       // [num_tokens, topk]
-  std::vector<Acc<S>> d_w1;                 // like w1
-  std::vector<Acc<S>> d_w2;                 // like w2
+  std::vector<S> out;                  // [num_tokens, hidden]
+  std::vector<S> d_x;                  // [num_tokens, hidden]
+  std::vector<Acc<S>> d_topk_weights;  // [num_tokens, topk]
+  std::vector<Acc<S>> d_w1;            // like w1
+  std::vector<Acc<S>> d_w2;            // like w2
 };
 
 template <typename S>

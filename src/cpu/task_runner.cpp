@@ -43,7 +43,10 @@ struct Progress {
 class Runner {
  public:
   Runner(Group& group, int rank, const std::vector<Phase>& phases, const TaskFunctions& functions)
-      : group_(group), rank_(rank), phases_(phases), functions_(functions),
+      : group_(group),
+        rank_(rank),
+        phases_(phases),
+        functions_(functions),
         progress_(phases.size()) {}
 
   void work(int worker, std::vector<TraceEvent>& trace) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank's workers draw tasks from ticket counters. A task whose rows are not there yet is set aside,
-// up to kWindow of them, and looked at again before a new ticket is drawn: a late rank holds up what
-// needs it, and no more. Tasks never wait inside.
+// A rank's workers draw tasks from ticket counters. A task whose rows are not there yet is set
+// aside, up to kWindow of them, and looked at again before a new ticket is drawn: a late rank holds
+// up what needs it, and no more. Tasks never wait inside.
 //
-// Rule that makes every wait end: a task needs only tasks of its own rank with an earlier ticket, or
-// tasks of another rank that are of an earlier role; roles are ordered as in Role, and sends need
-// nobody. So the earliest unfinished task of the group is always running or ready in a window.
+// Rule that makes every wait end: a task needs only tasks of its own rank with an earlier ticket,
+// or tasks of another rank that are of an earlier role; roles are ordered as in Role, and sends
+// need nobody. So the earliest unfinished task of the group is always running or ready in a window.
 #pragma once
 
 #include <cstdint>

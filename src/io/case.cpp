@@ -12,10 +12,10 @@
 #include <thread>
 #include <utility>
 
-#include "uniep/bf16.hpp"
 #include "base/error.hpp"
 #include "base/memory.hpp"
 #include "base/rng.hpp"
+#include "uniep/bf16.hpp"
 
 namespace uniep {
 namespace {

@@ -14,7 +14,6 @@
 
 namespace uniep {
 
-
 // "The rank" and "the expert" of a skewed routing are seed mod the ranks that own experts and seed
 // mod the experts, so that a caller can reach each of them. A share that a token's distinct choices
 // cannot reach is approached as far as they allow.

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "layer/compare.hpp"
 
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <span>
 #include <vector>
 
-#include <fmt/format.h>
-
-#include "uniep/bf16.hpp"
 #include "base/hash.hpp"
+#include "uniep/bf16.hpp"
 
 namespace uniep {
 namespace {
@@ -92,9 +92,10 @@ std::string describe_difference(const Case& data, const CaseResult& expected,
     }
     if (differing == 0) continue;
     const auto columns = static_cast<std::size_t>(want[r].columns);
-    return fmt::format("{}: {} of {} elements differ, first at row {}, column {}: {:.9g} instead of {:.9g}",
-                       kResultNames[r], differing, want[r].count(), first / columns,
-                       first % columns, have[r].value(first), want[r].value(first));
+    return fmt::format(
+        "{}: {} of {} elements differ, first at row {}, column {}: {:.9g} instead of {:.9g}",
+        kResultNames[r], differing, want[r].count(), first / columns, first % columns,
+        have[r].value(first), want[r].value(first));
   }
   return {};
 }

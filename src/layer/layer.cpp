@@ -140,8 +140,7 @@ Saved Layer::forward(const ForwardArgs& args) {
 
 void Layer::backward(const Saved& saved, const BackwardArgs& args) {
   state_->operate([&]<typename S>(cpu::RankLayer<S>& layer, S) {
-    const auto* kept =
-        saved.state_ ? std::get_if<cpu::Saved<S>>(&saved.state_->saved) : nullptr;
+    const auto* kept = saved.state_ ? std::get_if<cpu::Saved<S>>(&saved.state_->saved) : nullptr;
     if (kept == nullptr) {
       throw_invalid("saved is not from a forward of this layer: it is empty or of another dtype");
     }

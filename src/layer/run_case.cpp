@@ -38,25 +38,35 @@ template <typename S>
 cpu::SequentialInput<S> sequential_input(const Case& data, std::span<const S> x,
                                          std::span<const S> w1, std::span<const S> w2,
                                          std::span<const S> d_out, bool backward) {
-  return {.num_tokens = data.num_tokens, .hidden = data.hidden, .ffn = data.ffn,
+  return {.num_tokens = data.num_tokens,
+          .hidden = data.hidden,
+          .ffn = data.ffn,
           .num_experts = static_cast<std::int32_t>(data.num_experts),
-          .topk = static_cast<std::int32_t>(data.topk), .topk_ids = data.topk_ids,
-          .topk_weights = data.topk_weights, .x = x, .w1 = w1, .w2 = w2, .d_out = d_out,
+          .topk = static_cast<std::int32_t>(data.topk),
+          .topk_ids = data.topk_ids,
+          .topk_weights = data.topk_weights,
+          .x = x,
+          .w1 = w1,
+          .w2 = w2,
+          .d_out = d_out,
           .backward = backward};
 }
 
 template <typename S>
 CaseResult run_sequential_as(const Case& data, bool backward) {
-  auto result = cpu::run_sequential(sequential_input<S>(
-      data, view<S>(data.x), view<S>(data.w1), view<S>(data.w2),
-      backward ? view<S>(*data.d_out) : std::span<const S>{}, backward));
+  auto result = cpu::run_sequential(
+      sequential_input<S>(data, view<S>(data.x), view<S>(data.w1), view<S>(data.w2),
+                          backward ? view<S>(*data.d_out) : std::span<const S>{}, backward));
   const auto bytes = [](const std::vector<S>& values) {
     const auto raw = std::as_bytes(std::span(values));
     return std::vector<std::byte>(raw.begin(), raw.end());
   };
-  return {.out = bytes(result.out), .d_x = bytes(result.d_x),
-          .d_topk_weights = std::move(result.d_topk_weights), .d_w1 = std::move(result.d_w1),
-          .d_w2 = std::move(result.d_w2), .trace = {}};
+  return {.out = bytes(result.out),
+          .d_x = bytes(result.d_x),
+          .d_topk_weights = std::move(result.d_topk_weights),
+          .d_w1 = std::move(result.d_w1),
+          .d_w2 = std::move(result.d_w2),
+          .trace = {}};
 }
 
 // What one rank's thread works on.
@@ -96,8 +106,8 @@ RankSlice<S> slice_of(const Case& data, const RunOptions& options, CaseResult& r
   return slice;
 }
 
-// About what a run takes beside its case: results, what each rank keeps of its rows (every expert is
-// padded by up to 63 of them), and every rank's table of counts. The heap asks for its own.
+// About what a run takes beside its case: results, what each rank keeps of its rows (every expert
+// is padded by up to 63 of them), and every rank's table of counts. The heap asks for its own.
 double run_bytes(const Case& data, const RunOptions& options) {
   const auto element = static_cast<double>(dtype_bytes(data.dtype));
   const auto tokens = static_cast<double>(data.num_tokens);
@@ -145,10 +155,9 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
   std::vector<std::exception_ptr> errors(size(options.num_ranks));
   const auto run_rank = [&](int rank, std::int64_t token) {
     try {
-      const auto slice = slice_of<S>(
-          data, options, result, token, tokens[size(rank)],
-          share_start(data.num_experts, options.num_ranks, rank),
-          share_size(data.num_experts, options.num_ranks, rank));
+      const auto slice = slice_of<S>(data, options, result, token, tokens[size(rank)],
+                                     share_start(data.num_experts, options.num_ranks, rank),
+                                     share_size(data.num_experts, options.num_ranks, rank));
       cpu::RankLayer<S> layer(group, rank);
       std::vector<TraceEvent> trace;
       for (int repeat = 0; repeat < options.repeats; ++repeat) {
@@ -195,7 +204,8 @@ double sequential_bytes(const Case& data, bool backward, double width) {
   const double weights = 3 * static_cast<double>(data.num_experts) *
                          static_cast<double>(data.hidden) * static_cast<double>(data.ffn);
   const double rows = tokens * static_cast<double>(data.topk) * static_cast<double>(data.hidden);
-  return width * (backward ? 2 : 1) * (weights + 2 * tokens * static_cast<double>(data.hidden) + rows);
+  return width * (backward ? 2 : 1) *
+         (weights + 2 * tokens * static_cast<double>(data.hidden) + rows);
 }
 
 std::vector<double> widen_all(const Case& data, const std::vector<std::byte>& bytes) {
@@ -242,8 +252,10 @@ ReferenceResult run_case_f64(const Case& data, bool backward) {
   const auto w2 = widen_all(data, data.w2);
   const auto d_out = backward ? widen_all(data, *data.d_out) : std::vector<double>{};
   auto result = cpu::run_sequential(sequential_input<double>(data, x, w1, w2, d_out, backward));
-  return {.out = std::move(result.out), .d_x = std::move(result.d_x),
-          .d_topk_weights = std::move(result.d_topk_weights), .d_w1 = std::move(result.d_w1),
+  return {.out = std::move(result.out),
+          .d_x = std::move(result.d_x),
+          .d_topk_weights = std::move(result.d_topk_weights),
+          .d_w1 = std::move(result.d_w1),
           .d_w2 = std::move(result.d_w2)};
 }
 

@@ -44,8 +44,8 @@ HeapLayout::HeapLayout(const HeapShape& s, const Schedule& schedule) {
   set(Region::row_ready, product({recv_rows, 8}));
   set(Region::return_ready, product({choices, 8}));
   for (std::size_t i = 0; i < kCount; ++i) {
-    const std::int64_t padded = (sizes_[i] + kRegionAlignment - 1) / kRegionAlignment *
-                                kRegionAlignment;
+    const std::int64_t padded =
+        (sizes_[i] + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
     if (__builtin_add_overflow(offsets_[i], padded, &offsets_[i + 1])) {
       throw_invalid("the symmetric heap of one rank would exceed 2^63 bytes; use fewer tokens");
     }

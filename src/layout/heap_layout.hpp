@@ -13,18 +13,18 @@
 namespace uniep {
 
 enum class Region : std::size_t {
-  header,           // RankHeader
-  splits,           // [num_experts] i64, rows this rank sends to each expert
-  send_order,       // [max_tokens, topk] i32, from the plan
-  topk_ids,         // [max_tokens, topk] i32
-  topk_weights,     // [max_tokens, topk] f32
-  send_rows,        // [max_tokens, hidden], pull only: rows that others fetch
-  recv_rows,        // [num_ranks, max_tokens (, topk), hidden]: rows that arrived
-  staging,          // [max_tokens, topk, hidden]: results that came home
-  d_weight_staging, // [max_tokens, topk] f32
-  send_ready,       // signals, [max_tokens]
-  row_ready,        // signals, [num_ranks, max_tokens (, topk)]
-  return_ready,     // signals, [max_tokens, topk]
+  header,            // RankHeader
+  splits,            // [num_experts] i64, rows this rank sends to each expert
+  send_order,        // [max_tokens, topk] i32, from the plan
+  topk_ids,          // [max_tokens, topk] i32
+  topk_weights,      // [max_tokens, topk] f32
+  send_rows,         // [max_tokens, hidden], pull only: rows that others fetch
+  recv_rows,         // [num_ranks, max_tokens (, topk), hidden]: rows that arrived
+  staging,           // [max_tokens, topk, hidden]: results that came home
+  d_weight_staging,  // [max_tokens, topk] f32
+  send_ready,        // signals, [max_tokens]
+  row_ready,         // signals, [num_ranks, max_tokens (, topk)]
+  return_ready,      // signals, [max_tokens, topk]
   count
 };
 
@@ -46,7 +46,7 @@ struct HeapShape {
   int num_experts = 1;
   int topk = 1;
   std::int64_t hidden = 0;
-  std::int64_t max_tokens = 0;     // per rank
+  std::int64_t max_tokens = 0;  // per rank
   std::int64_t element_bytes = 4;
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Signals: 64-bit words that carry epochs and only grow; a stale value is recognised, never cleared.
+// Signals: 64-bit words that carry epochs and only grow; a stale value is recognised, never
+// cleared.
 #pragma once
 
 #include <atomic>

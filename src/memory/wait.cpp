@@ -16,9 +16,9 @@ constexpr std::chrono::microseconds kLongestSleep{100};
 
 std::string describe(const WaitSite& site, std::uint64_t expected, std::uint64_t seen,
                      std::chrono::nanoseconds waited) {
-  std::string text = fmt::format("rank {} waited {} ms in stage {}, role {}", site.rank,
-                                 std::chrono::duration_cast<std::chrono::milliseconds>(waited).count(),
-                                 site.stage, site.role);
+  std::string text = fmt::format(
+      "rank {} waited {} ms in stage {}, role {}", site.rank,
+      std::chrono::duration_cast<std::chrono::milliseconds>(waited).count(), site.stage, site.role);
   if (site.peer >= 0) text += fmt::format(", for rank {}", site.peer);
   if (site.expert >= 0) text += fmt::format(", expert {}", site.expert);
   if (site.tile >= 0) text += fmt::format(", tile {}", site.tile);
@@ -106,9 +106,9 @@ std::uint64_t recover(GroupState& state, int rank) {
       const std::uint64_t seen = read_acquire(&state.generation);
       if (seen >= next) break;
       std::uint64_t count = read_acquire(&state.arrived);
-      while (count < next * ranks && !std::atomic_ref<std::uint64_t>(state.arrived)
-                                          .compare_exchange_weak(count, count - 1,
-                                                                 std::memory_order_acq_rel)) {
+      while (count < next * ranks &&
+             !std::atomic_ref<std::uint64_t>(state.arrived)
+                  .compare_exchange_weak(count, count - 1, std::memory_order_acq_rel)) {
       }
       if (count >= next * ranks) continue;
       throw_world("rank {} waited {} ms in recover: {} of {} ranks came", rank,

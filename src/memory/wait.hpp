@@ -23,7 +23,8 @@ struct WaitSite {
 
 // Shared by the ranks of one group.
 struct GroupState {
-  GroupState(int ranks, std::chrono::nanoseconds wait_bound) : num_ranks(ranks), bound(wait_bound) {}
+  GroupState(int ranks, std::chrono::nanoseconds wait_bound)
+      : num_ranks(ranks), bound(wait_bound) {}
 
   const int num_ranks;
   const std::chrono::nanoseconds bound;
@@ -43,9 +44,9 @@ struct GroupState {
   std::string report;
 };
 
-// Returns once *word >= expected, with acquire. Errors: world once nothing in the group made progress
-// for state.bound, with the whole site, expected and seen value, after poisoning the group; world with the first failure's
-// sentence if the group was poisoned.
+// Returns once *word >= expected, with acquire. Errors: world once nothing in the group made
+// progress for state.bound, with the whole site, expected and seen value, after poisoning the
+// group; world with the first failure's sentence if the group was poisoned.
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site);
 

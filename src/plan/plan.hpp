@@ -18,9 +18,9 @@ inline constexpr std::int64_t kExpertRowAlignment = 64;  // rows; every expert s
 
 struct PlanInput {
   int rank = 0;
-  int topk = 1;                              // 1 to kMaxTopk
-  std::span<const std::int32_t> topk_ids;    // [num_tokens, topk]; -1 is masked
-  std::span<const std::int64_t> splits;      // [num_ranks, num_experts] rows, from count_splits
+  int topk = 1;                            // 1 to kMaxTopk
+  std::span<const std::int32_t> topk_ids;  // [num_tokens, topk]; -1 is masked
+  std::span<const std::int64_t> splits;    // [num_ranks, num_experts] rows, from count_splits
   const Placement* placement = nullptr;
 };
 
@@ -40,11 +40,12 @@ struct Plan {
   std::int64_t num_rows = 0;                // without padding
 
   // As a sender.
-  std::vector<std::int64_t> slots;          // [num_tokens, topk] row at the owner; -1 masked
-  std::vector<std::uint8_t> first_choices;  // [num_tokens, topk] the token's first choice that goes
-                                            // to the same rank; a choice equal to it carries the row
-  std::vector<std::int32_t> send_order;     // [rows sent] token * topk + choice, by (expert, token,
-                                            // choice): the reverse map of `slots`
+  std::vector<std::int64_t> slots;  // [num_tokens, topk] row at the owner; -1 masked
+  std::vector<std::uint8_t>
+      first_choices;                     // [num_tokens, topk] the token's first choice that goes
+                                         // to the same rank; a choice equal to it carries the row
+  std::vector<std::int32_t> send_order;  // [rows sent] token * topk + choice, by (expert, token,
+                                         // choice): the reverse map of `slots`
 
   [[nodiscard]] std::int64_t padded_rows() const { return expert_starts.back(); }
 };

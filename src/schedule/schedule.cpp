@@ -81,10 +81,9 @@ std::string to_string(const Schedule& s) {
   return fmt::format(
       "fusion={},payload={},direction={},tile_m={},tile_n={},expert_order={},destination_order={},"
       "wgrad={},workers={},comm_workers={},chunk={}",
-      name_of(s.fusion, kFusions), name_of(s.payload, kPayloads),
-      name_of(s.direction, kDirections), s.tile_m, s.tile_n, name_of(s.expert_order, kOrders),
-      name_of(s.destination_order, kOrders), name_of(s.wgrad, kWgrads), s.workers, s.comm_workers,
-      s.chunk);
+      name_of(s.fusion, kFusions), name_of(s.payload, kPayloads), name_of(s.direction, kDirections),
+      s.tile_m, s.tile_n, name_of(s.expert_order, kOrders), name_of(s.destination_order, kOrders),
+      name_of(s.wgrad, kWgrads), s.workers, s.comm_workers, s.chunk);
 }
 
 Schedule parse_schedule(std::string_view text, const Schedule& base) {

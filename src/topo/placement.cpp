@@ -32,8 +32,8 @@ Placement make_contiguous_placement(int num_experts, int num_ranks) {
   std::vector<std::int32_t> rank_of;
   rank_of.reserve(static_cast<std::size_t>(num_experts));
   for (int rank = 0; rank < num_ranks; ++rank) {
-    rank_of.insert(rank_of.end(), static_cast<std::size_t>(share_size(num_experts, num_ranks, rank)),
-                   rank);
+    rank_of.insert(rank_of.end(),
+                   static_cast<std::size_t>(share_size(num_experts, num_ranks, rank)), rank);
   }
   return make_placement(rank_of, num_ranks);
 }

@@ -19,9 +19,9 @@ namespace uniep {
 
 struct Placement {
   int num_ranks = 1;
-  std::vector<std::int32_t> rank_of;                     // [num_experts]
-  std::vector<std::int32_t> local_of;                    // [num_experts]
-  std::vector<std::vector<std::int32_t>> experts_of;     // [num_ranks] ascending expert ids
+  std::vector<std::int32_t> rank_of;                  // [num_experts]
+  std::vector<std::int32_t> local_of;                 // [num_experts]
+  std::vector<std::vector<std::int32_t>> experts_of;  // [num_ranks] ascending expert ids
 
   [[nodiscard]] int num_experts() const { return static_cast<int>(rank_of.size()); }
   [[nodiscard]] int num_local_experts(int rank) const {
