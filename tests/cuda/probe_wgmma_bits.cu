@@ -63,10 +63,15 @@ __global__ void product_kernel(float* d, const bf16* a, const bf16* b, Form form
     const std::uint32_t address_a = ptx::shared_address(shared) + k_tile * kRowsA * 128;
     const std::uint32_t address_b = ptx::shared_address(shared_b) + k_tile * kN * 128;
     ptx::wgmma_fence();
-    ptx::Wgmma<kN, kA, kB>::mma(
-        acc, ptx::wgmma_descriptor(address_a) + inner * ptx::kDescriptorStep<kA>,
-        ptx::wgmma_descriptor(address_b) + inner * ptx::kDescriptorStep<kB>,
-        form.first_overwrites && step == 0 ? 0 : 1);
+    const std::uint64_t desc_a =
+        ptx::wgmma_descriptor(address_a) + inner * ptx::kDescriptorStep<kA>;
+    const std::uint64_t desc_b =
+        ptx::wgmma_descriptor(address_b) + inner * ptx::kDescriptorStep<kB>;
+    if (form.first_overwrites && step == 0) {
+      ptx::Wgmma<kN, kA, kB>::start(acc, desc_a, desc_b);
+    } else {
+      ptx::Wgmma<kN, kA, kB>::mma(acc, desc_a, desc_b);
+    }
     ptx::wgmma_commit();
     if ((step + 1) % form.steps_per_commit == 0) ptx::wgmma_wait<0>();
   }

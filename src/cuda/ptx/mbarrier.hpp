@@ -28,22 +28,22 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(std::uint32_t barrier,
                : "memory");
 }
 
-// One arrival (release, cluster scope) on a barrier of any block of the cluster; the address comes
-// from map_shared.
+// One arrival on a barrier of any block of the cluster; the address comes from map_shared. Orders
+// nothing beyond this block (a cluster-scope release costs a full memory fence): enough where the
+// arriving role only read shared memory through WGMMA that has completed.
 __device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t cluster_barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier)
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
 
-// Returns once the phase with this parity has completed (acquire, cluster scope): what its arrivals
-// released and its bulk copies wrote is visible. Only for barriers whose arrivals come from this
-// kernel's own roles; waits on other ranks are bounded and live elsewhere.
+// Returns once the phase with this parity has completed (acquire, block scope): what its bulk copies
+// wrote is visible. Only for barriers whose arrivals come from this kernel's own roles; waits on
+// other ranks are bounded and live elsewhere.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra finished;\n"
       "bra again;\n"
       "finished:\n"

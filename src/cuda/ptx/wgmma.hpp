@@ -48,7 +48,8 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[128]) {
   UNIEP_UNROLL for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = A B + (accumulate ? d : 0), asynchronously; uses the first kN / 2 registers of d.
+// mma: d += A B. start: d = A B, without reading d. Both run asynchronously and use the first kN / 2
+// registers of d.
 template <int kN, Major kA, Major kB>
 struct Wgmma;
 
@@ -61,36 +62,56 @@ struct Wgmma;
 #define UNIEP_D5 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define UNIEP_D6 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define UNIEP_D7 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define UNIEP_R0 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define UNIEP_R1 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define UNIEP_R2 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define UNIEP_R3 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define UNIEP_R4 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-#define UNIEP_R5 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define UNIEP_R6 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
-#define UNIEP_R7 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-#define UNIEP_WGMMA(n, regs, a, b, acc, ta, tb, ...)                                           \
-  template <Major kA, Major kB>                                                                 \
-  struct Wgmma<n, kA, kB> {                                                                     \
-    __device__ __forceinline__ static void mma(float (&d)[128], std::uint64_t desc_a,           \
-                                               std::uint64_t desc_b, int accumulate) {          \
+#define UNIEP_R0(c) c(d[0]), c(d[1]), c(d[2]), c(d[3]), c(d[4]), c(d[5]), c(d[6]), c(d[7]), c(d[8]), c(d[9]), c(d[10]), c(d[11]), c(d[12]), c(d[13]), c(d[14]), c(d[15])
+#define UNIEP_R1(c) c(d[16]), c(d[17]), c(d[18]), c(d[19]), c(d[20]), c(d[21]), c(d[22]), c(d[23]), c(d[24]), c(d[25]), c(d[26]), c(d[27]), c(d[28]), c(d[29]), c(d[30]), c(d[31])
+#define UNIEP_R2(c) c(d[32]), c(d[33]), c(d[34]), c(d[35]), c(d[36]), c(d[37]), c(d[38]), c(d[39]), c(d[40]), c(d[41]), c(d[42]), c(d[43]), c(d[44]), c(d[45]), c(d[46]), c(d[47])
+#define UNIEP_R3(c) c(d[48]), c(d[49]), c(d[50]), c(d[51]), c(d[52]), c(d[53]), c(d[54]), c(d[55]), c(d[56]), c(d[57]), c(d[58]), c(d[59]), c(d[60]), c(d[61]), c(d[62]), c(d[63])
+#define UNIEP_R4(c) c(d[64]), c(d[65]), c(d[66]), c(d[67]), c(d[68]), c(d[69]), c(d[70]), c(d[71]), c(d[72]), c(d[73]), c(d[74]), c(d[75]), c(d[76]), c(d[77]), c(d[78]), c(d[79])
+#define UNIEP_R5(c) c(d[80]), c(d[81]), c(d[82]), c(d[83]), c(d[84]), c(d[85]), c(d[86]), c(d[87]), c(d[88]), c(d[89]), c(d[90]), c(d[91]), c(d[92]), c(d[93]), c(d[94]), c(d[95])
+#define UNIEP_R6(c) c(d[96]), c(d[97]), c(d[98]), c(d[99]), c(d[100]), c(d[101]), c(d[102]), c(d[103]), c(d[104]), c(d[105]), c(d[106]), c(d[107]), c(d[108]), c(d[109]), c(d[110]), c(d[111])
+#define UNIEP_R7(c) c(d[112]), c(d[113]), c(d[114]), c(d[115]), c(d[116]), c(d[117]), c(d[118]), c(d[119]), c(d[120]), c(d[121]), c(d[122]), c(d[123]), c(d[124]), c(d[125]), c(d[126]), c(d[127])
+#define UNIEP_WGMMA_FUNCTION(name, n, regs, a, b, acc, ta, tb, ...)                              \
+    __device__ __forceinline__ static void name(float (&d)[128], std::uint64_t desc_a,          \
+                                                std::uint64_t desc_b) {                         \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " acc ", 0;\n"                              \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" regs "}, "      \
                    a ", " b ", p, 1, 1, " ta ", " tb ";\n}"                                     \
                    : __VA_ARGS__                                                                \
-                   : "l"(desc_a), "l"(desc_b), "r"(accumulate), "n"(kA == Major::mn ? 1 : 0),   \
+                   : "l"(desc_a), "l"(desc_b), "n"(kA == Major::mn ? 1 : 0),                    \
                      "n"(kB == Major::mn ? 1 : 0));                                             \
-    }                                                                                           \
+    }
+#define UNIEP_WGMMA(n, regs, a, b, ta, tb, outputs)                                             \
+  template <Major kA, Major kB>                                                                 \
+  struct Wgmma<n, kA, kB> {                                                                     \
+    UNIEP_WGMMA_FUNCTION(mma, n, regs, a, b, "1", ta, tb, outputs("+f"))                        \
+    UNIEP_WGMMA_FUNCTION(start, n, regs, a, b, "0", ta, tb, outputs("=f"))                      \
   };
-UNIEP_WGMMA(32, UNIEP_D0, "%16", "%17", "%18", "%19", "%20", UNIEP_R0)
-UNIEP_WGMMA(64, UNIEP_D0 ", " UNIEP_D1, "%32", "%33", "%34", "%35", "%36", UNIEP_R0, UNIEP_R1)
-UNIEP_WGMMA(96, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2, "%48", "%49", "%50", "%51", "%52", UNIEP_R0, UNIEP_R1, UNIEP_R2)
-UNIEP_WGMMA(128, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3, "%64", "%65", "%66", "%67", "%68", UNIEP_R0, UNIEP_R1, UNIEP_R2, UNIEP_R3)
-UNIEP_WGMMA(160, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4, "%80", "%81", "%82", "%83", "%84", UNIEP_R0, UNIEP_R1, UNIEP_R2, UNIEP_R3, UNIEP_R4)
-UNIEP_WGMMA(192, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4 ", " UNIEP_D5, "%96", "%97", "%98", "%99", "%100", UNIEP_R0, UNIEP_R1, UNIEP_R2, UNIEP_R3, UNIEP_R4, UNIEP_R5)
-UNIEP_WGMMA(224, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4 ", " UNIEP_D5 ", " UNIEP_D6, "%112", "%113", "%114", "%115", "%116", UNIEP_R0, UNIEP_R1, UNIEP_R2, UNIEP_R3, UNIEP_R4, UNIEP_R5, UNIEP_R6)
-UNIEP_WGMMA(256, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4 ", " UNIEP_D5 ", " UNIEP_D6 ", " UNIEP_D7, "%128", "%129", "%130", "%131", "%132", UNIEP_R0, UNIEP_R1, UNIEP_R2, UNIEP_R3, UNIEP_R4, UNIEP_R5, UNIEP_R6, UNIEP_R7)
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c)
+UNIEP_WGMMA(32, UNIEP_D0, "%16", "%17", "%18", "%19", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c)
+UNIEP_WGMMA(64, UNIEP_D0 ", " UNIEP_D1, "%32", "%33", "%34", "%35", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c), UNIEP_R2(c)
+UNIEP_WGMMA(96, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2, "%48", "%49", "%50", "%51", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c), UNIEP_R2(c), UNIEP_R3(c)
+UNIEP_WGMMA(128, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3, "%64", "%65", "%66", "%67", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c), UNIEP_R2(c), UNIEP_R3(c), UNIEP_R4(c)
+UNIEP_WGMMA(160, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4, "%80", "%81", "%82", "%83", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c), UNIEP_R2(c), UNIEP_R3(c), UNIEP_R4(c), UNIEP_R5(c)
+UNIEP_WGMMA(192, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4 ", " UNIEP_D5, "%96", "%97", "%98", "%99", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c), UNIEP_R2(c), UNIEP_R3(c), UNIEP_R4(c), UNIEP_R5(c), UNIEP_R6(c)
+UNIEP_WGMMA(224, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4 ", " UNIEP_D5 ", " UNIEP_D6, "%112", "%113", "%114", "%115", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
+#define UNIEP_OUTPUTS(c) UNIEP_R0(c), UNIEP_R1(c), UNIEP_R2(c), UNIEP_R3(c), UNIEP_R4(c), UNIEP_R5(c), UNIEP_R6(c), UNIEP_R7(c)
+UNIEP_WGMMA(256, UNIEP_D0 ", " UNIEP_D1 ", " UNIEP_D2 ", " UNIEP_D3 ", " UNIEP_D4 ", " UNIEP_D5 ", " UNIEP_D6 ", " UNIEP_D7, "%128", "%129", "%130", "%131", UNIEP_OUTPUTS)
+#undef UNIEP_OUTPUTS
 #undef UNIEP_WGMMA
+#undef UNIEP_WGMMA_FUNCTION
 #undef UNIEP_D0
 #undef UNIEP_R0
 #undef UNIEP_D1

@@ -55,11 +55,13 @@ __device__ __forceinline__ std::uint32_t swizzle64(std::uint32_t buffer, int row
   return buffer + row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
 
-// Zeroes the columns of a block of 64 token rows that lie past the expert's last row.
+// Zeroes what lies past the expert's last row in a block of 64 token rows, where anything does.
+template <int kN>
 __device__ __forceinline__ void zero_padding(Accumulator& acc, int block, int num_n, int lane) {
+  if (64 * block + 64 <= kN && 64 * block + 64 <= num_n) return;
   UNIEP_UNROLL for (int j = 8 * block; j < 8 * block + 8; ++j) {
     UNIEP_UNROLL for (int i = 0; i < 4; ++i) {
-      if (8 * j + 2 * (lane % 4) + i % 2 >= num_n) acc[4 * j + i] = 0.0F;
+      if (8 * j >= kN || 8 * j + 2 * (lane % 4) + i % 2 >= num_n) acc[4 * j + i] = 0.0F;
     }
   }
 }
@@ -70,7 +72,7 @@ __device__ __forceinline__ void store_rows_bf16(const Problem& problem, const Ti
                                                 Accumulator& acc, Drain& drain) {
   UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
     if (64 * block >= tile.num_n) continue;
-    if (64 * block + 64 > tile.num_n) zero_padding(acc, block, tile.num_n, drain.lane);
+    zero_padding<kN>(acc, block, tile.num_n, drain.lane);
     const std::uint32_t buffer = drain.acquire();
     UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
       const int j = 8 * block + jj;
@@ -96,7 +98,7 @@ __device__ __forceinline__ void store_rows_f32(const Problem& problem, const Til
                                                Accumulator& acc, Drain& drain) {
   UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
     if (64 * block >= tile.num_n) continue;
-    if (64 * block + 64 > tile.num_n) zero_padding(acc, block, tile.num_n, drain.lane);
+    zero_padding<kN>(acc, block, tile.num_n, drain.lane);
     UNIEP_UNROLL for (int half = 0; half < 2; ++half) {
       const std::uint32_t buffer = drain.acquire();
       const std::uint32_t box = buffer + drain.warp / 2 * (ptx::kBoxBytes / 2);
@@ -150,7 +152,7 @@ __device__ __forceinline__ void store_swiglu(const Problem& problem, const Tile&
   const int column = tile.m0 / 2 + 32 * drain.consumer;
   UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
     if (64 * block >= tile.num_n) continue;
-    if (64 * block + 64 > tile.num_n) zero_padding(acc, block, tile.num_n, drain.lane);
+    zero_padding<kN>(acc, block, tile.num_n, drain.lane);
     const int first_row = tile.row_start + tile.n0 + 64 * block;
     std::uint32_t gate[8], up[8];
     UNIEP_UNROLL for (int jj = 0; jj < 8; ++jj) {

@@ -25,33 +25,50 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
   }
 }
 
+// The products of one pipe stage, once it is full. The first of a tile starts the chain.
+template <KernelConfig kConfig, int kN, bool kFirst>
+__device__ __forceinline__ void multiply_stage(SharedStorage& shared, Accumulator& acc,
+                                               const PipeCursor& cursor, int consumer) {
+  using Product = ptx::Wgmma<kN, kConfig.a, kConfig.b>;
+  ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.stage]), cursor.parity);
+  const SharedStorage::PipeStage& stage = shared.stages[cursor.stage];
+  const std::uint64_t a = ptx::wgmma_descriptor(ptx::shared_address(stage.a[consumer]));
+  const std::uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(stage.b[0]));
+  ptx::wgmma_fence();
+  UNIEP_UNROLL for (int step = 0; step < kTileK / 16; ++step) {
+    const std::uint64_t a_step = a + step * ptx::kDescriptorStep<kConfig.a>;
+    const std::uint64_t b_step = b + step * ptx::kDescriptorStep<kConfig.b>;
+    if (kFirst && step == 0) {
+      Product::start(acc, a_step, b_step);
+    } else {
+      Product::mma(acc, a_step, b_step);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
 template <KernelConfig kConfig, int kN>
 __device__ __forceinline__ void multiply_tile(SharedStorage& shared, Accumulator& acc,
                                               PipeCursor& cursor, int num_k_tiles, int consumer,
                                               int lane) {
-  UNIEP_UNROLL for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0F;
-  int previous = -1;
-  UNIEP_NO_UNROLL for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile) {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.stage]), cursor.parity);
-    const SharedStorage::PipeStage& stage = shared.stages[cursor.stage];
-    const std::uint64_t a = ptx::wgmma_descriptor(ptx::shared_address(stage.a[consumer]));
-    const std::uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(stage.b[0]));
-    ptx::wgmma_fence();
-    UNIEP_UNROLL for (int step = 0; step < kTileK / 16; ++step) {
-      ptx::Wgmma<kN, kConfig.a, kConfig.b>::mma(acc, a + step * ptx::kDescriptorStep<kConfig.a>,
-                                                b + step * ptx::kDescriptorStep<kConfig.b>,
-                                                1);
-    }
-    ptx::wgmma_commit();
-    // One tile of k stays in flight; the one before it is finished, and its stage free.
+  if (!kConfig.rows_on_n() && num_k_tiles == 0) {  // an expert without rows: its gradient is zero
+    UNIEP_UNROLL for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0F;
+    return;
+  }
+  multiply_stage<kConfig, kN, true>(shared, acc, cursor, consumer);
+  int previous = cursor.stage;
+  cursor.advance();
+  UNIEP_NO_UNROLL for (int k_tile = 1; k_tile < num_k_tiles; ++k_tile) {
+    multiply_stage<kConfig, kN, false>(shared, acc, cursor, consumer);
+    // One stage's products stay in flight; those before it are finished, and their stage is free.
     ptx::wgmma_wait<1>();
-    if (previous >= 0) release_stage(shared, previous, lane);
+    release_stage(shared, previous, lane);
     previous = cursor.stage;
     cursor.advance();
   }
   ptx::wgmma_wait<0>();
   ptx::wgmma_pin<kN / 2>(acc);
-  if (previous >= 0) release_stage(shared, previous, lane);
+  release_stage(shared, previous, lane);
 }
 
 // Passes over stages that hold nothing for this warpgroup, so that every cursor stays in step.
