@@ -21,13 +21,8 @@ using ptx::Major;
 constexpr int kMaxK = 256;
 constexpr int kMaxN = 256;
 constexpr int kRowsA = 64;
+constexpr int kDataK = 64;  // of the shallow data
 constexpr int kSharedBytes = (kRowsA + kMaxN) * kMaxK * 2;
-
-struct Form {
-  int k;                 // multiple of 64, zero-filled past what the data has
-  int steps_per_commit;  // k16 steps in one commit group: what a kernel's tile_k decides
-  bool first_overwrites; // the first step ignores the accumulator instead of adding to +0
-};
 
 // Element (mn, k) of an operand [rows, k] inside its boxes.
 template <Major kMajor>
@@ -47,36 +42,50 @@ __device__ void fill_operand(std::uint8_t* shared, const bf16* data, int rows, i
   }
 }
 
-// d [64, kN] = a [64, k] b [kN, k]^T; a and b have rows of kMaxK elements.
-template <int kN, Major kA, Major kB>
-__global__ void product_kernel(float* d, const bf16* a, const bf16* b, Form form) {
+template <int kN, Major kA, Major kB, bool kStart>
+__device__ __forceinline__ void product_step(float (&acc)[128], const std::uint8_t* shared,
+                                             int step) {
+  const int k_tile = step / 4, inner = step % 4;
+  const std::uint32_t a = ptx::shared_address(shared) + k_tile * kRowsA * 128;
+  const std::uint32_t b = ptx::shared_address(shared) + kRowsA * kMaxK * 2 + k_tile * kN * 128;
+  const std::uint64_t desc_a = ptx::wgmma_descriptor(a) + inner * ptx::kDescriptorStep<kA>;
+  const std::uint64_t desc_b = ptx::wgmma_descriptor(b) + inner * ptx::kDescriptorStep<kB>;
+  if constexpr (kStart) {
+    ptx::Wgmma<kN, kA, kB>::start(acc, desc_a, desc_b);
+  } else {
+    ptx::Wgmma<kN, kA, kB>::mma(acc, desc_a, desc_b);
+  }
+}
+
+// d [64, kN] = a [64, k] b [kN, k]^T; a and b have rows of kMaxK elements. kSteps k16 steps are in
+// flight at once, which is what a kernel's tile_k decides.
+template <int kN, Major kA, Major kB, int kSteps, bool kStart>
+__global__ void product_kernel(float* d, const bf16* a, const bf16* b, int k_extent) {
   extern __shared__ __align__(1024) std::uint8_t shared[];
-  std::uint8_t* shared_b = shared + kRowsA * kMaxK * 2;
-  fill_operand<kA>(shared, a, kRowsA, form.k);
-  fill_operand<kB>(shared_b, b, kN, form.k);
+  fill_operand<kA>(shared, a, kRowsA, k_extent);
+  fill_operand<kB>(shared + kRowsA * kMaxK * 2, b, kN, k_extent);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   float acc[128];
   for (float& value : acc) value = 0.0F;
-  UNIEP_NO_UNROLL for (int step = 0; step < form.k / 16; ++step) {
-    const int k_tile = step / 4, inner = step % 4;
-    const std::uint32_t address_a = ptx::shared_address(shared) + k_tile * kRowsA * 128;
-    const std::uint32_t address_b = ptx::shared_address(shared_b) + k_tile * kN * 128;
+  int step = 0;
+  if constexpr (kStart) {
     ptx::wgmma_fence();
-    const std::uint64_t desc_a =
-        ptx::wgmma_descriptor(address_a) + inner * ptx::kDescriptorStep<kA>;
-    const std::uint64_t desc_b =
-        ptx::wgmma_descriptor(address_b) + inner * ptx::kDescriptorStep<kB>;
-    if (form.first_overwrites && step == 0) {
-      ptx::Wgmma<kN, kA, kB>::start(acc, desc_a, desc_b);
-    } else {
-      ptx::Wgmma<kN, kA, kB>::mma(acc, desc_a, desc_b);
+    product_step<kN, kA, kB, true>(acc, shared, step++);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin<kN / 2>(acc);
+  }
+  UNIEP_NO_UNROLL while (step < k_extent / 16) {
+    ptx::wgmma_fence();
+    UNIEP_UNROLL for (int i = 0; i < kSteps; ++i) {
+      product_step<kN, kA, kB, false>(acc, shared, step + i);
     }
     ptx::wgmma_commit();
-    if ((step + 1) % form.steps_per_commit == 0) ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin<kN / 2>(acc);
+    step += kSteps;
   }
-  ptx::wgmma_wait<0>();
-  ptx::wgmma_pin<kN / 2>(acc);
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   UNIEP_UNROLL for (int i = 0; i < kN / 2; ++i) {
     const int row = 16 * warp + lane / 4 + 8 * (i % 4 / 2);
@@ -86,8 +95,8 @@ __global__ void product_kernel(float* d, const bf16* a, const bf16* b, Form form
 
 using Matrix = std::vector<float>;  // [rows, kMaxK] or a product [64, kMaxN]
 
-template <int kN, Major kA, Major kB>
-Matrix product(const Matrix& a, const Matrix& b, const Form& form) {
+template <int kN, Major kA = Major::k, Major kB = Major::k, int kSteps = 4, bool kStart = false>
+Matrix product(const Matrix& a, const Matrix& b, int k_extent) {
   const auto narrow = [](const Matrix& from) {
     std::vector<bf16> to(from.size());
     for (std::size_t i = 0; i < from.size(); ++i) to[i] = __float2bfloat16_rn(from[i]);
@@ -96,10 +105,10 @@ Matrix product(const Matrix& a, const Matrix& b, const Form& form) {
   const Buffer<bf16> device_a(narrow(a)), device_b(narrow(b));
   const Buffer<float> d(kRowsA * kMaxN);
   d.poison();
-  const auto kernel = product_kernel<kN, kA, kB>;
+  const auto kernel = product_kernel<kN, kA, kB, kSteps, kStart>;
   UNIEP_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  kernel<<<1, 128, kSharedBytes>>>(d.get(), device_a.get(), device_b.get(), form);
+  kernel<<<1, 128, kSharedBytes>>>(d.get(), device_a.get(), device_b.get(), k_extent);
   UNIEP_CUDA_CHECK(cudaGetLastError());
   return d.download();
 }
@@ -193,18 +202,18 @@ void compare(Tally& tally, int kind, const Matrix& base, const Matrix& other, in
 constexpr auto kSame = [](int i, int j) { return i * kMaxN + j; };
 
 template <int kN>
-void compare_width(Tally& tally, int kind, const Data& data, const Matrix& base, const Form& form) {
-  const Matrix other = product<kN, Major::k, Major::k>(data.a, data.b, form);
+void compare_width(Tally& tally, int kind, const Data& data, const Matrix& base) {
+  const Matrix other = product<kN>(data.a, data.b, kDataK);
   compare(tally, kind, base, other, kRowsA, kN, kSame);
 }
 
 template <int kN>
-void compare_majors(Tally& tally, int kind, const Data& data, const Matrix& base, const Form& form) {
-  compare(tally, kind, base, product<kN, Major::mn, Major::k>(data.a, data.b, form), kRowsA, kN,
+void compare_majors(Tally& tally, int kind, const Data& data, const Matrix& base) {
+  compare(tally, kind, base, product<kN, Major::mn, Major::k>(data.a, data.b, kDataK), kRowsA, kN,
           kSame);
-  compare(tally, kind, base, product<kN, Major::k, Major::mn>(data.a, data.b, form), kRowsA, kN,
+  compare(tally, kind, base, product<kN, Major::k, Major::mn>(data.a, data.b, kDataK), kRowsA, kN,
           kSame);
-  compare(tally, kind, base, product<kN, Major::mn, Major::mn>(data.a, data.b, form), kRowsA, kN,
+  compare(tally, kind, base, product<kN, Major::mn, Major::mn>(data.a, data.b, kDataK), kRowsA, kN,
           kSame);
 }
 
@@ -226,31 +235,32 @@ const char* const kVariants[] = {
     "first step overwrites instead of adding to +0"};
 
 void probe(Tally (&tallies)[kNumVariants], int kind, std::uint64_t seed) {
-  constexpr int kDataK = 64;
   const Data data = make_data(kind, kDataK, seed);
   const Data deep = make_data(kind, kMaxK, seed + 500);
-  const Form form{kDataK, 4, false};
-  const Matrix base = product<256, Major::k, Major::k>(data.a, data.b, form);
-  compare_width<32>(tallies[width], kind, data, base, form);
-  compare_width<64>(tallies[width], kind, data, base, form);
-  compare_width<96>(tallies[width], kind, data, base, form);
-  compare_width<128>(tallies[width], kind, data, base, form);
-  compare_width<160>(tallies[width], kind, data, base, form);
-  compare_width<192>(tallies[width], kind, data, base, form);
-  compare_width<224>(tallies[width], kind, data, base, form);
-  compare_majors<64>(tallies[majors], kind, data, base, form);
-  compare_majors<256>(tallies[majors], kind, data, base, form);
+  const Matrix base = product<256>(data.a, data.b, kDataK);
+  compare_width<32>(tallies[width], kind, data, base);
+  compare_width<64>(tallies[width], kind, data, base);
+  compare_width<96>(tallies[width], kind, data, base);
+  compare_width<128>(tallies[width], kind, data, base);
+  compare_width<160>(tallies[width], kind, data, base);
+  compare_width<192>(tallies[width], kind, data, base);
+  compare_width<224>(tallies[width], kind, data, base);
+  compare_majors<64>(tallies[majors], kind, data, base);
+  compare_majors<256>(tallies[majors], kind, data, base);
 
-  const Form deep_form{kMaxK, 4, false};
-  const Matrix deep_base = product<256, Major::k, Major::k>(deep.a, deep.b, deep_form);
-  for (const int steps : {1, 2, 8, 16}) {
-    const Matrix other = product<256, Major::k, Major::k>(deep.a, deep.b, {kMaxK, steps, false});
-    compare(tallies[tile_k], kind, deep_base, other, kRowsA, kMaxN, kSame);
-  }
-  const Matrix overwritten = product<256, Major::k, Major::k>(deep.a, deep.b, {kMaxK, 4, true});
-  compare(tallies[overwrite], kind, deep_base, overwritten, kRowsA, kMaxN, kSame);
+  const Matrix deep_base = product<256>(deep.a, deep.b, kMaxK);
+  compare(tallies[tile_k], kind, deep_base,
+          product<256, Major::k, Major::k, 1>(deep.a, deep.b, kMaxK), kRowsA, kMaxN, kSame);
+  compare(tallies[tile_k], kind, deep_base,
+          product<256, Major::k, Major::k, 2>(deep.a, deep.b, kMaxK), kRowsA, kMaxN, kSame);
+  compare(tallies[tile_k], kind, deep_base,
+          product<256, Major::k, Major::k, 8>(deep.a, deep.b, kMaxK), kRowsA, kMaxN, kSame);
+  compare(tallies[tile_k], kind, deep_base,
+          product<256, Major::k, Major::k, 16>(deep.a, deep.b, kMaxK), kRowsA, kMaxN, kSame);
+  compare(tallies[overwrite], kind, deep_base,
+          product<256, Major::k, Major::k, 1, true>(deep.a, deep.b, kMaxK), kRowsA, kMaxN, kSame);
   for (const int k : {128, 192, 256}) {
-    const Matrix other = product<256, Major::k, Major::k>(data.a, data.b, {k, 4, false});
+    const Matrix other = product<256>(data.a, data.b, k);
     compare(tallies[zero_steps], kind, base, other, kRowsA, kMaxN, kSame);
   }
 
@@ -259,18 +269,18 @@ void probe(Tally (&tallies)[kNumVariants], int kind, std::uint64_t seed) {
   std::copy_n(data.b.begin(), kRowsA * kMaxK, swapped.a.begin());
   std::copy_n(data.a.begin(), kRowsA * kMaxK, swapped.b.begin());
   const auto transposed = [](int i, int j) { return j * kMaxN + i; };
-  compare(tallies[exchange], kind, base, product<64, Major::k, Major::k>(swapped.a, swapped.b, form),
+  compare(tallies[exchange], kind, base, product<64>(swapped.a, swapped.b, kDataK),
           kRowsA, kRowsA, transposed);
   compare(tallies[exchange], kind, base,
-          product<256, Major::mn, Major::k>(swapped.a, swapped.b, form), kRowsA, kRowsA, transposed);
+          product<256, Major::mn, Major::k>(swapped.a, swapped.b, kDataK), kRowsA, kRowsA, transposed);
 
   for (const int by : {1, 8, 16, 37}) {
     const Matrix moved_m =
-        product<256, Major::k, Major::k>(rotate_rows(data.a, kRowsA, by), data.b, form);
+        product<256>(rotate_rows(data.a, kRowsA, by), data.b, kDataK);
     compare(tallies[position_m], kind, base, moved_m, kRowsA, kMaxN,
             [&](int i, int j) { return (i + by) % kRowsA * kMaxN + j; });
     const Matrix moved_n =
-        product<256, Major::k, Major::k>(data.a, rotate_rows(data.b, kMaxN, by), form);
+        product<256>(data.a, rotate_rows(data.b, kMaxN, by), kDataK);
     compare(tallies[position_n], kind, base, moved_n, kRowsA, kMaxN,
             [&](int i, int j) { return i * kMaxN + (j + by) % kMaxN; });
   }
@@ -283,7 +293,7 @@ void probe(Tally (&tallies)[kNumVariants], int kind, std::uint64_t seed) {
       spoiled.b[static_cast<std::size_t>(r * kMaxK + k)] = bad;
     }
   }
-  const Matrix beside = product<256, Major::k, Major::k>(spoiled.a, spoiled.b, form);
+  const Matrix beside = product<256>(spoiled.a, spoiled.b, kDataK);
   for (int i = 0; i < kRowsA; i += 2) {
     for (int j = 0; j < kMaxN; j += 2) {
       tallies[neighbours].compared[kind]++;
