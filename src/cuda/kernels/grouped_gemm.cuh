@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The grouped GEMM kernel: persistent clusters of two blocks; in each block one warpgroup loads and
+// two multiply and drain. No host knows the row counts: the tile walk reads them on the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/grouped_gemm_args.hpp"
+#include "cuda/kernels/shared_storage.cuh"
+#include "cuda/roles/gemm_epilogue.cuh"
+#include "cuda/roles/gemm_load.cuh"
+#include "cuda/sched/tile_walk.cuh"
+
+namespace uniep::cuda {
+
+inline constexpr int kNumThreads = 128 * (1 + kNumConsumers);
+// 384 threads enter with 168 registers each; the loader's share goes to the accumulators.
+inline constexpr int kLoaderRegisters = 40;
+inline constexpr int kConsumerRegisters = 232;
+
+__device__ __forceinline__ void init_barriers(SharedStorage& shared) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kNumPipeStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), 2 * 4 * kNumConsumers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+}
+
+// Plain enums, since nvcc 13.0 cannot name a kernel by a class-type parameter in its host stub.
+template <ptx::Major kA, ptx::Major kB, Epilogue kEpilogue>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
+    grouped_gemm_kernel(const __grid_constant__ KernelArgs args) {
+  constexpr KernelConfig kConfig{kA, kB, kEpilogue};
+  extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  init_barriers(shared);
+  count_groups<kConfig>(args, shared.group_ends);
+  ptx::cluster_sync();  // barriers and counts stand, in both blocks
+
+  const int block_rank = static_cast<int>(ptx::cluster_block_rank());
+  const TileWalk<kConfig> walk{args, shared.group_ends, blockIdx.x / 2, gridDim.x / 2, block_rank};
+  // The same in all lanes, and the compiler shall know it.
+  const int warpgroup = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x / 128), 0);
+  if (warpgroup == kNumConsumers) {
+    ptx::setmaxnreg_dec<kLoaderRegisters>();
+    if (threadIdx.x % 128 < 32 && ptx::elect_one()) {
+      load_role<kConfig>(args, shared, walk, block_rank);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    consume_role<kConfig>(args, shared, walk, warpgroup);
+  }
+  ptx::cluster_sync();  // the peer may still write into this block's stages and barriers
+}
+
+// Launches on num_blocks blocks, an even number; returns CUDA's word on the launch.
+template <KernelConfig kConfig>
+cudaError_t launch_grouped_gemm(const KernelArgs& args, int num_blocks, cudaStream_t stream) {
+  const auto kernel = grouped_gemm_kernel<kConfig.a, kConfig.b, kConfig.epilogue>;
+  const cudaError_t set = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
+  if (set != cudaSuccess) return set;
+  kernel<<<num_blocks, kNumThreads, sizeof(SharedStorage), stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace uniep::cuda

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// mbarrier objects in shared memory, named by their 32-bit shared address.
+#pragma once
+
+#include <cstdint>
+
+namespace uniep::cuda::ptx {
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// `count` arrivals complete a phase. Follow with mbarrier_init_fence and a block or cluster
+// barrier.
+__device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, std::uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Makes initialised barriers visible to the cluster and to the asynchronous proxy.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival (release, block scope) that also announces `bytes` of bulk copies in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(std::uint32_t barrier,
+                                                          std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// One arrival on a barrier of any block of the cluster; the address comes from map_shared. Orders
+// nothing beyond this block (a cluster-scope release costs a full memory fence): enough where the
+// arriving role only read shared memory through WGMMA that has completed.
+__device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t cluster_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
+}
+
+// Returns once the phase with this parity has completed (acquire, block scope): what its bulk copies
+// wrote is visible. Only for barriers whose arrivals come from this kernel's own roles; waits on
+// other ranks are bounded and live elsewhere.
+__device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace uniep::cuda::ptx

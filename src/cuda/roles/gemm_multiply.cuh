@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// The multiplying role: a warpgroup that multiplies 64 values of m by the tile's values of n, each
+// element one chain of k16 steps, k ascending, in one fp32 accumulator.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/grouped_gemm_args.hpp"
+#include "cuda/kernels/shared_storage.cuh"
+#include "cuda/kernels/unroll.hpp"
+#include "cuda/ptx/cluster.hpp"
+#include "cuda/ptx/mbarrier.hpp"
+#include "cuda/ptx/wgmma.hpp"
+#include "cuda/sched/tile_walk.cuh"
+
+namespace uniep::cuda {
+
+using Accumulator = float[kTileN / 2];
+
+// This warp is done with a pipe stage: lanes 0 and 1 tell the loaders of blocks 0 and 1.
+__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
+  if (lane < 2) {
+    const std::uint32_t empty = ptx::shared_address(&shared.empty[stage]);
+    ptx::mbarrier_arrive_cluster(ptx::map_shared(empty, lane));
+  }
+}
+
+// The products of one pipe stage, once it is full. The first of a tile starts the chain.
+template <KernelConfig kConfig, int kN, bool kFirst>
+__device__ __forceinline__ void multiply_stage(SharedStorage& shared, Accumulator& acc,
+                                               const PipeCursor& cursor, int consumer) {
+  using Product = ptx::Wgmma<kN, kConfig.a, kConfig.b>;
+  ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.stage]), cursor.parity);
+  const SharedStorage::PipeStage& stage = shared.stages[cursor.stage];
+  const std::uint64_t a = ptx::wgmma_descriptor(ptx::shared_address(stage.a[consumer]));
+  const std::uint64_t b = ptx::wgmma_descriptor(ptx::shared_address(stage.b[0]));
+  ptx::wgmma_fence();
+  UNIEP_UNROLL for (int step = 0; step < kTileK / 16; ++step) {
+    const std::uint64_t a_step = a + step * ptx::kDescriptorStep<kConfig.a>;
+    const std::uint64_t b_step = b + step * ptx::kDescriptorStep<kConfig.b>;
+    if (kFirst && step == 0) {
+      Product::start(acc, a_step, b_step);
+    } else {
+      Product::mma(acc, a_step, b_step);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+template <KernelConfig kConfig, int kN>
+__device__ __forceinline__ void multiply_tile(SharedStorage& shared, Accumulator& acc,
+                                              PipeCursor& cursor, int num_k_tiles, int consumer,
+                                              int lane) {
+  if (!kConfig.rows_on_n() && num_k_tiles == 0) {  // an expert without rows: its gradient is zero
+    UNIEP_UNROLL for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0F;
+    return;
+  }
+  multiply_stage<kConfig, kN, true>(shared, acc, cursor, consumer);
+  int previous = cursor.stage;
+  cursor.advance();
+  UNIEP_NO_UNROLL for (int k_tile = 1; k_tile < num_k_tiles; ++k_tile) {
+    multiply_stage<kConfig, kN, false>(shared, acc, cursor, consumer);
+    // One stage's products stay in flight; those before it are finished, and their stage is free.
+    ptx::wgmma_wait<1>();
+    release_stage(shared, previous, lane);
+    previous = cursor.stage;
+    cursor.advance();
+  }
+  ptx::wgmma_wait<0>();
+  ptx::wgmma_pin<kN / 2>(acc);
+  release_stage(shared, previous, lane);
+}
+
+// Passes over stages that hold nothing for this warpgroup, so that every cursor stays in step.
+__device__ __forceinline__ void skip_tile(SharedStorage& shared, PipeCursor& cursor,
+                                          int num_k_tiles, int lane) {
+  for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.stage]), cursor.parity);
+    release_stage(shared, cursor.stage, lane);
+    cursor.advance();
+  }
+}
+
+}  // namespace uniep::cuda
