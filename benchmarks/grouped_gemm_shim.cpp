@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// run_grouped_gemm for ctypes, so that grouped_gemm_cuda.py can time it beside PyTorch's products in
-// one process. Not an interface of the project.
+// run_grouped_gemm for ctypes, so that grouped_gemm_cuda.py can time it beside PyTorch's products
+// in one process. Not an interface of the project.
 #include <cstring>
 
 #include "base/error.hpp"
@@ -9,16 +9,22 @@
 using uniep::cuda::ElementType;
 using uniep::cuda::GemmOp;
 
-// One problem; `op` counts fprop, fprop_swiglu, dgrad, wgrad from 0. Returns nullptr, or the error's
-// text, valid until this thread's next call.
+// One problem; `op` counts fprop, fprop_swiglu, dgrad, wgrad from 0. Returns nullptr, or the
+// error's text, valid until this thread's next call.
 extern "C" __attribute__((visibility("default"))) const char* uniep_grouped_gemm(
     int op, int f32_out, int accumulate, const std::int64_t* starts, const std::int64_t* rows,
     int num_experts, std::int64_t capacity, std::int64_t n, std::int64_t k, const void* x,
     const void* d_y, const void* w, void* out, void* h, const float* row_weights, void* stream,
     int num_sms, int band) {
   thread_local char text[512];
-  const uniep::cuda::GroupedGemm problem{.n = n, .k = k, .x = x, .d_y = d_y, .w = w, .out = out,
-                                         .h = h, .row_weights = row_weights,
+  const uniep::cuda::GroupedGemm problem{.n = n,
+                                         .k = k,
+                                         .x = x,
+                                         .d_y = d_y,
+                                         .w = w,
+                                         .out = out,
+                                         .h = h,
+                                         .row_weights = row_weights,
                                          .accumulate = accumulate != 0};
   try {
     uniep::cuda::run_grouped_gemm(static_cast<GemmOp>(op), ElementType::bf16,

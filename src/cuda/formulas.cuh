@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formulas of the numerics contract, one device function each, for split and fused kernels alike.
-// Every operation is written with its rounding, so that no compiler may contract two into one.
+// The formulas of the numerics contract, one device function each, for split and fused kernels
+// alike. Every operation is written with its rounding, so that no compiler may contract two into
+// one.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -16,20 +16,28 @@ using u64 = std::uint64_t;
 
 const char* name(GemmOp op) {
   switch (op) {
-    case GemmOp::fprop: return "fprop";
-    case GemmOp::fprop_swiglu: return "fprop_swiglu";
-    case GemmOp::dgrad: return "dgrad";
-    case GemmOp::wgrad: return "wgrad";
+    case GemmOp::fprop:
+      return "fprop";
+    case GemmOp::fprop_swiglu:
+      return "fprop_swiglu";
+    case GemmOp::dgrad:
+      return "dgrad";
+    case GemmOp::wgrad:
+      return "wgrad";
   }
   return "?";
 }
 
 const char* name(ElementType type) {
   switch (type) {
-    case ElementType::bf16: return "bf16";
-    case ElementType::f32: return "f32";
-    case ElementType::f16: return "f16";
-    case ElementType::f8_e4m3: return "f8_e4m3";
+    case ElementType::bf16:
+      return "bf16";
+    case ElementType::f32:
+      return "f32";
+    case ElementType::f16:
+      return "f16";
+    case ElementType::f8_e4m3:
+      return "f8_e4m3";
   }
   return "?";
 }
@@ -185,10 +193,14 @@ cudaError_t launch_kernel(GemmOp op, ElementType out_type, const KernelArgs& arg
                           cudaStream_t stream) {
   const bool f32 = out_type == ElementType::f32;
   switch (op) {
-    case GemmOp::fprop: return launch_fprop(args, num_blocks, stream);
-    case GemmOp::fprop_swiglu: return launch_fprop_swiglu(args, num_blocks, stream);
-    case GemmOp::dgrad: return (f32 ? launch_dgrad_f32 : launch_dgrad)(args, num_blocks, stream);
-    case GemmOp::wgrad: return (f32 ? launch_wgrad_f32 : launch_wgrad)(args, num_blocks, stream);
+    case GemmOp::fprop:
+      return launch_fprop(args, num_blocks, stream);
+    case GemmOp::fprop_swiglu:
+      return launch_fprop_swiglu(args, num_blocks, stream);
+    case GemmOp::dgrad:
+      return (f32 ? launch_dgrad_f32 : launch_dgrad)(args, num_blocks, stream);
+    case GemmOp::wgrad:
+      return (f32 ? launch_wgrad_f32 : launch_wgrad)(args, num_blocks, stream);
   }
   return cudaErrorInvalidValue;
 }

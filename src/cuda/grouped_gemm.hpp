@@ -2,14 +2,14 @@
 // Grouped GEMM over the rows of local experts on one Hopper GPU: forward, data gradient, weight
 // gradient. The host knows no row counts: expert_rows and expert_starts are read on the device.
 //
-// Rows live in expert-major buffers. Expert e owns rows [starts[e], starts[e] + rows[e]); starts are
-// multiples of 64; the rows between an expert's last and the next multiple of 64 are its padding. As
-// an operand of a weight gradient, padding must hold zeros; everywhere else its contents are
-// ignored. An output's padding is written with zeros; rows beyond it are not touched.
+// Rows live in expert-major buffers. Expert e owns rows [starts[e], starts[e] + rows[e]); starts
+// are multiples of 64; the rows between an expert's last and the next multiple of 64 are its
+// padding. As an operand of a weight gradient, padding must hold zeros; everywhere else its
+// contents are ignored. An output's padding is written with zeros; rows beyond it are not touched.
 //
-// An element is one chain of k16 products in one fp32 accumulator from +0, k ascending, rounded once
-// to the output type. Its bits depend on its operands and the length of the chain, and on nothing in
-// GemmLaunch, on no other row, and on no other problem.
+// An element is one chain of k16 products in one fp32 accumulator from +0, k ascending, rounded
+// once to the output type. Its bits depend on its operands and the length of the chain, and on
+// nothing in GemmLaunch, on no other row, and on no other problem.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -59,8 +59,8 @@ struct GemmLaunch {
 
 // All problems of one call share op, types and experts, and are one launch. Operands are bf16; out
 // is bf16, or f32 for dgrad and wgrad. Asynchronous in launch.stream; outputs must not overlap.
-// Errors: invalid_argument before anything is launched, naming the value and what is valid; world if
-// CUDA refuses.
+// Errors: invalid_argument before anything is launched, naming the value and what is valid; world
+// if CUDA refuses.
 void run_grouped_gemm(GemmOp op, ElementType operand_type, ElementType out_type,
                       const ExpertRows& experts, std::span<const GroupedGemm> problems,
                       const GemmLaunch& launch);

@@ -16,18 +16,18 @@
 
 namespace uniep::cuda {
 
-inline constexpr int kTileM = 128;       // per block: two warpgroups of 64
+inline constexpr int kTileM = 128;  // per block: two warpgroups of 64
 inline constexpr int kTileN = 256;
-inline constexpr int kTileK = 64;        // one swizzled row of 128 bytes
-inline constexpr int kMaxProblems = 4;   // rows of the table
-inline constexpr int kMaxGroups = 512;   // problems times local experts
+inline constexpr int kTileK = 64;       // one swizzled row of 128 bytes
+inline constexpr int kMaxProblems = 4;  // rows of the table
+inline constexpr int kMaxGroups = 512;  // problems times local experts
 
 enum class Epilogue {
-  rows_bf16,   // token rows [rows, m], bf16
-  rows_f32,    // token rows [rows, m], fp32
-  rows_swiglu, // a [rows, m / 2] and, if asked, h [rows, m], bf16
-  grad_bf16,   // [m, n] of each expert, bf16
-  grad_f32,    // [m, n] of each expert, fp32, stored or added
+  rows_bf16,    // token rows [rows, m], bf16
+  rows_f32,     // token rows [rows, m], fp32
+  rows_swiglu,  // a [rows, m / 2] and, if asked, h [rows, m], bf16
+  grad_bf16,    // [m, n] of each expert, bf16
+  grad_f32,     // [m, n] of each expert, fp32, stored or added
 };
 
 // What a kernel is compiled for.
@@ -56,11 +56,11 @@ struct Problem {
   CUtensorMap h;             // rows_swiglu with write_h
   const float* row_weights;  // rows_swiglu: [capacity], the top-k weight of each row
   int m_extent;
-  int n_extent;              // grad_*: columns of d; otherwise each expert's rows
-  int k_extent;              // rows_*: columns of the rows; otherwise each expert's rows
+  int n_extent;  // grad_*: columns of d; otherwise each expert's rows
+  int k_extent;  // rows_*: columns of the rows; otherwise each expert's rows
   int write_h;
-  int add;                   // grad_f32: add to d instead of storing
-  int band;                  // n tiles that are walked together, for the L2 cache
+  int add;   // grad_f32: add to d instead of storing
+  int band;  // n tiles that are walked together, for the L2 cache
 };
 
 struct KernelArgs {

@@ -15,13 +15,13 @@
 
 namespace uniep::cuda_test {
 
-#define UNIEP_CUDA_CHECK(call)                                                              \
-  do {                                                                                      \
-    const cudaError_t error_ = (call);                                                      \
-    if (error_ != cudaSuccess) {                                                            \
-      std::printf("FAIL %s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_));      \
-      std::exit(3);                                                                         \
-    }                                                                                       \
+#define UNIEP_CUDA_CHECK(call)                                                         \
+  do {                                                                                 \
+    const cudaError_t error_ = (call);                                                 \
+    if (error_ != cudaSuccess) {                                                       \
+      std::printf("FAIL %s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
+      std::exit(3);                                                                    \
+    }                                                                                  \
   } while (false)
 
 using bf16 = __nv_bfloat16;
@@ -30,7 +30,8 @@ template <typename T>
 class Buffer {
  public:
   explicit Buffer(std::int64_t count) : count_(count) {
-    UNIEP_CUDA_CHECK(cudaMalloc(&data_, static_cast<std::size_t>(count > 0 ? count : 1) * sizeof(T)));
+    UNIEP_CUDA_CHECK(
+        cudaMalloc(&data_, static_cast<std::size_t>(count > 0 ? count : 1) * sizeof(T)));
   }
   explicit Buffer(const std::vector<T>& values) : Buffer(static_cast<std::int64_t>(values.size())) {
     UNIEP_CUDA_CHECK(
@@ -48,8 +49,8 @@ class Buffer {
   }
   [[nodiscard]] std::vector<T> download() const {
     std::vector<T> values(static_cast<std::size_t>(count_));
-    UNIEP_CUDA_CHECK(cudaMemcpy(values.data(), data_, values.size() * sizeof(T),
-                                cudaMemcpyDeviceToHost));
+    UNIEP_CUDA_CHECK(
+        cudaMemcpy(values.data(), data_, values.size() * sizeof(T), cudaMemcpyDeviceToHost));
     return values;
   }
 

@@ -63,8 +63,9 @@ std::vector<Refusal> try_refusals(void* memory) {
   std::vector<Refusal> refusals;
   for (const Attempt& attempt : attempts()) {
     const auto* counts = static_cast<const std::int64_t*>(memory);
-    Call call{.experts = {counts, counts, 1, 64},
-              .problem = {.n = 64, .k = 64, .x = memory, .d_y = memory, .w = memory, .out = memory}};
+    Call call{
+        .experts = {counts, counts, 1, 64},
+        .problem = {.n = 64, .k = 64, .x = memory, .d_y = memory, .w = memory, .out = memory}};
     attempt.spoil(call);
     Refusal refusal{.what = attempt.what};
     try {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides on the hardware what the bits of a WGMMA product depend on. One 64-row product is computed
-// in a base form (n = 256, both operands K-major, accumulator set to +0) and in every variant; an
-// element's bits are compared wherever both forms have it. Prints, for each kind of data, how many
-// elements differ; exits 1 if any do.
+// Decides on the hardware what the bits of a WGMMA product depend on. One 64-row product is
+// computed in a base form (n = 256, both operands K-major, accumulator set to +0) and in every
+// variant; an element's bits are compared wherever both forms have it. Prints, for each kind of
+// data, how many elements differ; exits 1 if any do.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -132,23 +132,28 @@ float next_normal(std::uint64_t& state) {
   return static_cast<float>(sum);
 }
 
-const char* const kKinds[] = {"normal", "wide exponents", "subnormal", "signed zeros", "cancelling",
-                              "huge"};
+const char* const kKinds[] = {"normal",       "wide exponents", "subnormal",
+                              "signed zeros", "cancelling",     "huge"};
 constexpr int kNumKinds = 6;
 
 // One value of a kind; `k` lets cancelling data pair each value with its opposite.
 float draw(int kind, int k, float previous, std::uint64_t& state) {
   const float normal = next_normal(state);
   switch (kind) {
-    case 0: return normal;
-    case 1: return std::ldexp(normal, static_cast<int>(next_random(state) % 81) - 40);
-    case 2: return std::ldexp(normal, -126 - static_cast<int>(next_random(state) % 6));
+    case 0:
+      return normal;
+    case 1:
+      return std::ldexp(normal, static_cast<int>(next_random(state) % 81) - 40);
+    case 2:
+      return std::ldexp(normal, -126 - static_cast<int>(next_random(state) % 6));
     case 3: {
       const std::uint64_t pick = next_random(state) % 4;
       return pick == 0 ? -0.0F : pick == 1 ? 0.0F : pick == 2 ? normal : -normal;
     }
-    case 4: return k % 2 == 0 ? normal : -previous * (next_random(state) % 4 == 0 ? 1.0078125F : 1.0F);
-    default: return std::ldexp(normal, 60 + static_cast<int>(next_random(state) % 8));
+    case 4:
+      return k % 2 == 0 ? normal : -previous * (next_random(state) % 4 == 0 ? 1.0078125F : 1.0F);
+    default:
+      return std::ldexp(normal, 60 + static_cast<int>(next_random(state) % 8));
   }
 }
 
@@ -173,7 +178,8 @@ Data make_data(int kind, int num_k, std::uint64_t seed) {
   if (kind == 4) {
     for (int r = 0; r < kMaxN; ++r) {
       for (int k = 1; k < num_k; k += 2) {
-        data.b[static_cast<std::size_t>(r * kMaxK + k)] = data.b[static_cast<std::size_t>(r * kMaxK + k - 1)];
+        data.b[static_cast<std::size_t>(r * kMaxK + k)] =
+            data.b[static_cast<std::size_t>(r * kMaxK + k - 1)];
       }
     }
   }
@@ -221,18 +227,34 @@ Matrix rotate_rows(const Matrix& from, int rows, int by) {
   Matrix to(from.size());
   for (int r = 0; r < rows; ++r) {
     for (int k = 0; k < kMaxK; ++k) {
-      to[static_cast<std::size_t>((r + by) % rows * kMaxK + k)] = from[static_cast<std::size_t>(r * kMaxK + k)];
+      to[static_cast<std::size_t>((r + by) % rows * kMaxK + k)] =
+          from[static_cast<std::size_t>(r * kMaxK + k)];
     }
   }
   return to;
 }
 
-enum Variant { width, majors, tile_k, zero_steps, exchange, position_m, position_n, neighbours,
-               overwrite, kNumVariants };
-const char* const kVariants[] = {
-    "n = 32 ... 224", "operands MN-major", "tile_k 16, 32, 128, 256", "64 to 192 trailing zeros of k",
-    "operands exchanged", "another row of m", "another column of n", "neighbours inf and NaN",
-    "first step overwrites instead of adding to +0"};
+enum Variant {
+  width,
+  majors,
+  tile_k,
+  zero_steps,
+  exchange,
+  position_m,
+  position_n,
+  neighbours,
+  overwrite,
+  kNumVariants
+};
+const char* const kVariants[] = {"n = 32 ... 224",
+                                 "operands MN-major",
+                                 "tile_k 16, 32, 128, 256",
+                                 "64 to 192 trailing zeros of k",
+                                 "operands exchanged",
+                                 "another row of m",
+                                 "another column of n",
+                                 "neighbours inf and NaN",
+                                 "first step overwrites instead of adding to +0"};
 
 void probe(Tally (&tallies)[kNumVariants], int kind, std::uint64_t seed) {
   const Data data = make_data(kind, kDataK, seed);
@@ -269,18 +291,17 @@ void probe(Tally (&tallies)[kNumVariants], int kind, std::uint64_t seed) {
   std::copy_n(data.b.begin(), kRowsA * kMaxK, swapped.a.begin());
   std::copy_n(data.a.begin(), kRowsA * kMaxK, swapped.b.begin());
   const auto transposed = [](int i, int j) { return j * kMaxN + i; };
-  compare(tallies[exchange], kind, base, product<64>(swapped.a, swapped.b, kDataK),
-          kRowsA, kRowsA, transposed);
+  compare(tallies[exchange], kind, base, product<64>(swapped.a, swapped.b, kDataK), kRowsA, kRowsA,
+          transposed);
   compare(tallies[exchange], kind, base,
-          product<256, Major::mn, Major::k>(swapped.a, swapped.b, kDataK), kRowsA, kRowsA, transposed);
+          product<256, Major::mn, Major::k>(swapped.a, swapped.b, kDataK), kRowsA, kRowsA,
+          transposed);
 
   for (const int by : {1, 8, 16, 37}) {
-    const Matrix moved_m =
-        product<256>(rotate_rows(data.a, kRowsA, by), data.b, kDataK);
+    const Matrix moved_m = product<256>(rotate_rows(data.a, kRowsA, by), data.b, kDataK);
     compare(tallies[position_m], kind, base, moved_m, kRowsA, kMaxN,
             [&](int i, int j) { return (i + by) % kRowsA * kMaxN + j; });
-    const Matrix moved_n =
-        product<256>(data.a, rotate_rows(data.b, kMaxN, by), kDataK);
+    const Matrix moved_n = product<256>(data.a, rotate_rows(data.b, kMaxN, by), kDataK);
     compare(tallies[position_n], kind, base, moved_n, kRowsA, kMaxN,
             [&](int i, int j) { return i * kMaxN + (j + by) % kMaxN; });
   }
@@ -328,6 +349,7 @@ int main() {
     }
     std::printf("\n");
   }
-  std::printf("%s\n", differ == 0 ? "PASS bits depend on none of these" : "FAIL bits depend on a variant");
+  std::printf("%s\n",
+              differ == 0 ? "PASS bits depend on none of these" : "FAIL bits depend on a variant");
   return differ == 0 ? 0 : 1;
 }

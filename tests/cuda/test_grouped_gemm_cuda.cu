@@ -30,14 +30,14 @@ Layout make_layout(const std::vector<std::int64_t>& rows) {
   return layout;
 }
 
-// Device copies of a layout and of what each row is: its expert, or -1 for padding, -2 for nobody's.
+// Device copies of a layout and of what each row is: its expert, or -1 for padding, -2 for
+// nobody's.
 struct Experts {
   Layout layout;
   Buffer<std::int64_t> starts, rows;
   Buffer<std::int32_t> owner;
 
-  explicit Experts(const Layout& l)
-      : layout(l), starts(l.starts), rows(l.rows), owner(owners(l)) {}
+  explicit Experts(const Layout& l) : layout(l), starts(l.starts), rows(l.rows), owner(owners(l)) {}
 
   static std::vector<std::int32_t> owners(const Layout& l) {
     std::vector<std::int32_t> owner(static_cast<std::size_t>(l.capacity), -2);
@@ -64,8 +64,7 @@ __global__ void fill_rows_kernel(T* data, const std::int32_t* owner, std::int64_
   for (std::int64_t c = threadIdx.x; c < columns; c += blockDim.x) {
     const float nan = __int_as_float(0x7FFFFFFF);
     const float other = owner[row] == -1 && zero_padding ? 0.0F : nan;
-    put(data[row * columns + c],
-        owner[row] >= 0 ? random_normal(seed, row * columns + c) : other);
+    put(data[row * columns + c], owner[row] >= 0 ? random_normal(seed, row * columns + c) : other);
   }
 }
 
@@ -76,7 +75,8 @@ void fill_rows(const Buffer<T>& buffer, const Experts& experts, std::int64_t col
       buffer.get(), experts.owner.get(), columns, seed, padding == Padding::zero);
 }
 
-// What a comparison found. An error is measured against its bound; a NaN counts as infinitely wrong.
+// What a comparison found. An error is measured against its bound; a NaN counts as infinitely
+// wrong.
 struct Found {
   unsigned long long wrong;      // past the bound
   unsigned long long padding;    // padding that is not exactly +0
@@ -85,8 +85,8 @@ struct Found {
 };
 
 template <typename T>
-__device__ void judge(T actual, double expected, double magnitude, std::int64_t chain,
-                      Found* found, double floor = 1e-37) {
+__device__ void judge(T actual, double expected, double magnitude, std::int64_t chain, Found* found,
+                      double floor = 1e-37) {
   // Half a unit of the output type, and for each k16 step an fp32 unit of what is summed.
   const double unit = sizeof(T) == 2 ? 0x1p-8 : 0x1p-24;
   const double bound = unit * 1.001 * fabs(expected) +
@@ -96,7 +96,8 @@ __device__ void judge(T actual, double expected, double magnitude, std::int64_t 
   atomicMax(&found->worst, __float_as_uint(isnan(ratio) ? 1e30F : static_cast<float>(ratio)));
 }
 
-// out [capacity, m] = b [capacity, k] * w_e, where w_e(m, k) = w[e * m * k + m * stride_m + k * stride_k].
+// out [capacity, m] = b [capacity, k] * w_e, where w_e(m, k) = w[e * m * k + m * stride_m + k *
+// stride_k].
 template <typename T>
 __global__ void check_rows_kernel(const T* out, const bf16* b, const bf16* w,
                                   const std::int32_t* owner, std::int64_t first_row,
@@ -169,8 +170,10 @@ class Finding {
     float worst;
     std::memcpy(&worst, &f.worst, sizeof(worst));
     char text[160];
-    std::snprintf(text, sizeof(text), ": worst error / bound %.3f, wrong %llu, padding %llu, "
-                  "beyond %llu", static_cast<double>(worst), f.wrong, f.padding, f.untouched);
+    std::snprintf(text, sizeof(text),
+                  ": worst error / bound %.3f, wrong %llu, padding %llu, "
+                  "beyond %llu",
+                  static_cast<double>(worst), f.wrong, f.padding, f.untouched);
     report.check(f.wrong == 0 && f.padding == 0 && f.untouched == 0, what + text);
   }
 
@@ -185,8 +188,8 @@ void run(GemmOp op, ElementType out, const Experts& experts, const GroupedGemm& 
 }
 
 std::string describe(const char* op, std::int64_t n, std::int64_t k, const Layout& layout) {
-  std::string text = std::string(op) + " n " + std::to_string(n) + " k " + std::to_string(k) +
-                     " rows";
+  std::string text =
+      std::string(op) + " n " + std::to_string(n) + " k " + std::to_string(k) + " rows";
   for (std::size_t i = 0; i < std::min<std::size_t>(layout.rows.size(), 9); ++i) {
     text += " " + std::to_string(layout.rows[i]);
   }
@@ -194,8 +197,10 @@ std::string describe(const char* op, std::int64_t n, std::int64_t k, const Layou
 }
 
 // The schedule must change no bits.
-const GemmLaunch kSchedules[] = {
-    {.num_sms = 2, .band = 1}, {.num_sms = 46, .band = 3}, {.num_sms = 130, .band = 1}, {.band = 64}};
+const GemmLaunch kSchedules[] = {{.num_sms = 2, .band = 1},
+                                 {.num_sms = 46, .band = 3},
+                                 {.num_sms = 130, .band = 1},
+                                 {.band = 64}};
 
 template <typename T>
 void check_schedules(Report& report, GemmOp op, ElementType type, const Experts& experts,
@@ -329,8 +334,8 @@ void test_wgrad(Report& report, const Layout& layout, std::int64_t n, std::int64
                what + ": main_grad gets exactly one rounded addition");
 }
 
-// A row's bits depend on nothing but the row: not on how many rows its expert has (and so not on the
-// width of its tile), not on its place, not on what the others hold.
+// A row's bits depend on nothing but the row: not on how many rows its expert has (and so not on
+// the width of its tile), not on its place, not on what the others hold.
 void test_other_rows(Report& report) {
   constexpr std::int64_t kN = 384, kK = 776, kRows = 700;
   const Experts full(make_layout({kRows, 64, 0, 128}));
@@ -380,12 +385,16 @@ void test_table(Report& report) {
       fill_random(*buffers.back(), buffers.size());
     }
     const std::size_t i = buffers.size() - 4;
-    problems.push_back({.n = n, .k = kK, .x = buffers[i]->get(), .w = buffers[i + 1]->get(),
+    problems.push_back({.n = n,
+                        .k = kK,
+                        .x = buffers[i]->get(),
+                        .w = buffers[i + 1]->get(),
                         .out = buffers[i + 2]->get()});
     buffers[i + 2]->poison();
     buffers[i + 3]->poison();
   }
-  run_grouped_gemm(GemmOp::fprop, ElementType::bf16, ElementType::bf16, experts.view(), problems, {});
+  run_grouped_gemm(GemmOp::fprop, ElementType::bf16, ElementType::bf16, experts.view(), problems,
+                   {});
   std::uint64_t differences = 0;
   for (std::size_t i = 0; i < problems.size(); ++i) {
     const Buffer<bf16>& together = *buffers[4 * i + 2];
@@ -443,8 +452,9 @@ int main(int argc, char** argv) {
   const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
   Report report;
   const Layout ragged = make_layout({0, 1, 127, 128, 129, 0, 300, 31, 257});
-  const std::int64_t shapes[][2] = {{128, 128}, {256, 512},  {72, 776},   {776, 72},   {1416, 2056},
-                                    {768, 2048}, {2880, 1408}, {1408, 768}, {2056, 1416}};
+  const std::int64_t shapes[][2] = {{128, 128},   {256, 512},   {72, 776},
+                                    {776, 72},    {1416, 2056}, {768, 2048},
+                                    {2880, 1408}, {1408, 768},  {2056, 1416}};
   for (const auto& shape : shapes) {
     if (quick && shape[0] + shape[1] > 1000) continue;
     test_fprop(report, ragged, shape[0], shape[1]);
@@ -460,7 +470,8 @@ int main(int argc, char** argv) {
     test_dgrad(report, tall, 2816, 1408);
     test_wgrad(report, tall, 768, 2048);
     std::vector<std::int64_t> many(384);
-    for (std::size_t i = 0; i < many.size(); ++i) many[i] = static_cast<std::int64_t>(i * 7919 % 67);
+    for (std::size_t i = 0; i < many.size(); ++i)
+      many[i] = static_cast<std::int64_t>(i * 7919 % 67);
     test_fprop(report, make_layout(many), 128, 256);
     test_wgrad(report, make_layout(many), 128, 256);
     test_fprop(report, make_layout({0, 0, 0}), 128, 64);

@@ -59,8 +59,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
 template <KernelConfig kConfig>
 cudaError_t launch_grouped_gemm(const KernelArgs& args, int num_blocks, cudaStream_t stream) {
   const auto kernel = grouped_gemm_kernel<kConfig.a, kConfig.b, kConfig.epilogue>;
-  const cudaError_t set = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
+  const cudaError_t set = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               sizeof(SharedStorage));
   if (set != cudaSuccess) return set;
   kernel<<<num_blocks, kNumThreads, sizeof(SharedStorage), stream>>>(args);
   return cudaGetLastError();

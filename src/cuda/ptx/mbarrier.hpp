@@ -35,9 +35,9 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t cluster_ba
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
 
-// Returns once the phase with this parity has completed (acquire, block scope): what its bulk copies
-// wrote is visible. Only for barriers whose arrivals come from this kernel's own roles; waits on
-// other ranks are bounded and live elsewhere.
+// Returns once the phase with this parity has completed (acquire, block scope): what its bulk
+// copies wrote is visible. Only for barriers whose arrivals come from this kernel's own roles;
+// waits on other ranks are bounded and live elsewhere.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(
       "{\n"

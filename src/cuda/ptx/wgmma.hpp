@@ -48,8 +48,8 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[128]) {
   UNIEP_UNROLL for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// mma: d += A B. start: d = A B, without reading d. Both run asynchronously and use the first kN / 2
-// registers of d.
+// mma: d += A B. start: d = A B, without reading d. Both run asynchronously and use the first kN /
+// 2 registers of d.
 template <int kN, Major kA, Major kB>
 struct Wgmma;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue role: from a warpgroup's accumulator through a small ring of staging buffers to
 // global memory by TMA. Token rows are stored in blocks of 64, which start where the 64-row
-// alignment of experts says: rows past the expert's last are stored as zeros up to the next multiple
-// of 64, and nothing beyond is touched.
+// alignment of experts says: rows past the expert's last are stored as zeros up to the next
+// multiple of 64, and nothing beyond is touched.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,8 @@ struct Drain {
   }
 };
 
-// Address of 16-byte chunk `chunk` of row `row` in a buffer with rows of 128 or 64 bytes, swizzled as
-// the tensor map of the copy says.
+// Address of 16-byte chunk `chunk` of row `row` in a buffer with rows of 128 or 64 bytes, swizzled
+// as the tensor map of the copy says.
 __device__ __forceinline__ std::uint32_t swizzle128(std::uint32_t buffer, int row, int chunk) {
   return buffer + row * 128 + ((chunk ^ (row & 7)) << 4);
 }
@@ -292,11 +292,11 @@ __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStora
     const Problem& problem = args.problems[tile.problem];
     const bool active = tile.m0 + 64 * consumer < problem.m_extent;
     switch (active && tile.num_n > 0 ? ceil_div(tile.num_n, kStep) * kStep : 0) {
-#define UNIEP_CASE(n)                                                          \
-  case n:                                                                      \
-    if constexpr (n % kStep == 0) {                                            \
-      consume_tile<kConfig, n>(problem, tile, shared, cursor, drain);          \
-    }                                                                          \
+#define UNIEP_CASE(n)                                                 \
+  case n:                                                             \
+    if constexpr (n % kStep == 0) {                                   \
+      consume_tile<kConfig, n>(problem, tile, shared, cursor, drain); \
+    }                                                                 \
     break
       UNIEP_CASE(32);
       UNIEP_CASE(64);

@@ -30,8 +30,8 @@ __device__ __forceinline__ void load_box(std::uint32_t destination, const CUtens
   }
 }
 
-// A box of 64 rows of w1 as 4 x (8 gate rows, 8 up rows): a thread's accumulator then holds gate and
-// up of the same column. `m` counts rows in that interleaved order.
+// A box of 64 rows of w1 as 4 x (8 gate rows, 8 up rows): a thread's accumulator then holds gate
+// and up of the same column. `m` counts rows in that interleaved order.
 __device__ __forceinline__ void load_gate_up_box(std::uint32_t destination, const CUtensorMap* map,
                                                  std::uint32_t barrier, bool multicast, int m,
                                                  int k, int expert) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one iterator over tiles that every role asks. A cluster of two blocks takes cluster tiles
 // cluster, cluster + num_clusters, ... of the concatenation of all groups; a group is (problem,
-// expert). In a cluster tile the two blocks either take two m tiles of one n tile (and share B), or,
-// for the last m tile of an odd number, two n tiles (and share A).
+// expert). In a cluster tile the two blocks either take two m tiles of one n tile (and share B),
+// or, for the last m tile of an odd number, two n tiles (and share A).
 #pragma once
 
 #include <cstdint>
