@@ -37,9 +37,7 @@ struct RunFlags {
 };
 
 int run_layer(const RunFlags& f) {
-  RunOptions options;
-  options.schedule = check_layer_options(f.layer);
-  options.wait_bound = std::chrono::seconds(f.layer.timeout);
+  RunOptions options = run_options(f.layer);
   options.backward = f.backward;
   check_distinct(f.output, f.json);
   const Case data = load_case(f.input);
@@ -150,9 +148,7 @@ struct TraceFlags {
 };
 
 int run_trace(const TraceFlags& f) {
-  RunOptions options;
-  options.schedule = check_layer_options(f.layer);
-  options.wait_bound = std::chrono::seconds(f.layer.timeout);
+  RunOptions options = run_options(f.layer);
   options.num_ranks = static_cast<int>(f.ranks);
   options.backward = true;
   options.trace = true;

@@ -55,10 +55,13 @@ void add_case_options(CLI::App& app, CaseOptions& options);
 struct LayerOptions {
   std::string backend = "cpu", numerics = "default", schedule;
   std::int64_t timeout = 30;  // seconds
+  bool processes = false;
 };
 void add_layer_options(CLI::App& app, LayerOptions& options);
 // The schedule; refuses a backend or a numeric class that is not served.
 [[nodiscard]] Schedule check_layer_options(const LayerOptions& options);
+// Checks the same and sets what all runs take from the command line.
+[[nodiscard]] RunOptions run_options(const LayerOptions& options);
 
 [[nodiscard]] std::vector<int> parse_ranks(const std::string& text);
 [[nodiscard]] nlohmann::json machine_info();

@@ -121,6 +121,7 @@ void add_layer_options(CLI::App& app, LayerOptions& o) {
       ->capture_default_str();
   add_number(app, "--timeout", o.timeout, 1, 86400,
              "seconds without progress of any rank after which a run is given up");
+  app.add_flag("--processes", o.processes, "each rank in a process of its own, not in a thread");
 }
 
 Schedule check_layer_options(const LayerOptions& o) {
@@ -135,6 +136,14 @@ Schedule check_layer_options(const LayerOptions& o) {
     throw_world("--backend cuda cannot run here: this build serves the layer on cpu only");
   }
   return schedule;
+}
+
+RunOptions run_options(const LayerOptions& o) {
+  RunOptions options;
+  options.schedule = check_layer_options(o);
+  options.wait_bound = std::chrono::seconds(o.timeout);
+  options.processes = o.processes;
+  return options;
 }
 
 std::vector<int> parse_ranks(const std::string& text) {

@@ -92,10 +92,9 @@ void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict
         fmt::print(stderr, "\r{} ranks {} schedule {}/{} ", dtype, num_ranks, i + 1,
                    flags.schedules);
       }
-      RunOptions options;
+      RunOptions options = run_options(flags.layer);
       options.num_ranks = num_ranks;
       options.schedule = schedule_at(flags, i);
-      options.wait_bound = std::chrono::seconds(flags.layer.timeout);
       options.backward = true;
       const CaseResult result = run_case(data, options);
       ++verdict.runs;
@@ -126,7 +125,7 @@ T pick(Rng& rng, const std::array<T, N>& values) {
 }
 
 // One random case from a seed; returns what failed, or nothing.
-std::string fuzz_one(std::uint64_t seed, std::int64_t timeout, std::string& description) {
+std::string fuzz_one(std::uint64_t seed, const LayerOptions& layer, std::string& description) {
   Rng rng(seed);
   constexpr std::array<std::int64_t, 7> kWidths{8, 16, 64, 72, 136, 200, 264};
   constexpr std::array<std::int64_t, 9> kTokens{0, 1, 2, 7, 31, 33, 45, 64, 129};
@@ -151,7 +150,8 @@ std::string fuzz_one(std::uint64_t seed, std::int64_t timeout, std::string& desc
   RunOptions options;
   options.num_ranks = num_ranks;
   options.backward = true;
-  options.wait_bound = std::chrono::seconds(timeout);
+  options.wait_bound = std::chrono::seconds(layer.timeout);
+  options.processes = layer.processes;
   options.repeats = static_cast<int>(1 + rng.below(2));
   options.schedule = sample_schedule(seed, rng.below(1U << 20));
   description = fmt::format(
@@ -176,7 +176,7 @@ void run_fuzz(const Flags& flags, Verdict& verdict) {
   std::uint64_t seed = flags.options.seed;
   do {
     std::string description;
-    const std::string failure = fuzz_one(seed, flags.layer.timeout, description);
+    const std::string failure = fuzz_one(seed, flags.layer, description);
     ++verdict.runs;
     if (!failure.empty()) {
       fail(verdict, fmt::format("seed {}: {}: {}", seed, description, failure));
@@ -217,7 +217,7 @@ void check_fuzz_flags(const CLI::App& command, bool fuzz) {
   for (const CLI::Option* option : command.get_options()) {
     if (option->count() == 0) continue;
     const std::string name = option->get_name();
-    const bool both = name == "--seed" || name == "--json" || name == "--timeout" ||
+    const bool both = name == "--seed" || name == "--json" || name == "--timeout" || name == "--processes" ||
                       name == "--backend" || name == "--numerics";
     const bool fuzz_only = name == "--fuzz" || name == "--seconds";
     if (!both && fuzz_only != fuzz) {

@@ -61,9 +61,12 @@ struct RunOptions {
   // Called by the worker before each task; for tests: delays, and faults (it may throw Error).
   std::function<void(const TaskInfo&)> before_task;
   bool trace = false;
+  // Each rank in a process of its own, forked from this one, instead of in a thread. The caller
+  // should have no other threads then. A rank that dies is named in the error of the others.
+  bool processes = false;
 };
 
-// Runs the layer on the CPU, each rank in a thread of its own with its own workers.
+// Runs the layer on the CPU, each rank in a thread or process of its own with its own workers.
 // Errors: invalid_argument where the case lacks d_out for a backward or the schedule cannot run;
 // world for missing memory or a wait that expired.
 [[nodiscard]] UNIEP_API CaseResult run_case(const Case& data, const RunOptions& options);

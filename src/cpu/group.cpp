@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/group.hpp"
 
+#include <new>
+
 #include "base/error.hpp"
 
 namespace uniep::cpu {
@@ -33,7 +35,8 @@ Group::Group(GroupConfig config)
     : config_(std::move(config)), layout_(checked(config_).shape, config_.schedule) {
   heap_ =
       make_host_heap(config_.shape.num_ranks, static_cast<std::size_t>(layout_.bytes_per_rank()));
-  state_ = std::make_unique<GroupState>(config_.shape.num_ranks, config_.wait_bound);
+  static_assert(sizeof(GroupState) <= SymmetricHeap::kControlBytes);
+  state_ = new (heap_->control()) GroupState(config_.shape.num_ranks, config_.wait_bound);
   epochs_ = std::vector<RankEpochs>(static_cast<std::size_t>(config_.shape.num_ranks));
 }
 

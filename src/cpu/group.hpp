@@ -56,7 +56,7 @@ class Group {
   GroupConfig config_;
   HeapLayout layout_;
   std::unique_ptr<SymmetricHeap> heap_;
-  std::unique_ptr<GroupState> state_;
+  GroupState* state_ = nullptr;  // in the heap
   std::vector<RankEpochs> epochs_;
 };
 

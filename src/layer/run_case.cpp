@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <mutex>
+#include <functional>
+#include <numeric>
+#include <optional>
 #include <system_error>
 #include <thread>
 
@@ -13,6 +15,7 @@
 #include "cpu/rank_layer.hpp"
 #include "cpu/sequential.hpp"
 #include "io/tensor_file.hpp"
+#include "layer/rank_processes.hpp"
 
 namespace uniep {
 namespace {
@@ -69,7 +72,14 @@ CaseResult run_sequential_as(const Case& data, bool backward) {
           .trace = {}};
 }
 
-// What one rank's thread works on.
+// Where the ranks write. d_w1 and d_w2 of all ranks are one tensor each, as out and d_x are.
+template <typename S>
+struct ResultSpans {
+  std::span<S> out, d_x;
+  std::span<float> d_topk_weights, d_w1, d_w2;
+};
+
+// What one rank works on.
 template <typename S>
 struct RankSlice {
   cpu::ForwardInput<S> forward;
@@ -77,7 +87,7 @@ struct RankSlice {
 };
 
 template <typename S>
-RankSlice<S> slice_of(const Case& data, const RunOptions& options, CaseResult& result,
+RankSlice<S> slice_of(const Case& data, const RunOptions& options, const ResultSpans<S>& result,
                       std::int64_t token, std::int64_t tokens, std::int64_t expert,
                       std::int64_t experts) {
   const std::int64_t w = data.ffn * data.hidden;
@@ -94,15 +104,15 @@ RankSlice<S> slice_of(const Case& data, const RunOptions& options, CaseResult& r
                    .topk_weights = tokens_by(std::span<const float>(data.topk_weights), data.topk),
                    .w1 = experts_by(view<S>(data.w1), 2 * w),
                    .w2 = experts_by(view<S>(data.w2), w),
-                   .out = tokens_by(view<S>(result.out), data.hidden)};
+                   .out = tokens_by(result.out, data.hidden)};
   if (!options.backward) return slice;
   slice.backward = {.d_out = tokens_by(view<S>(*data.d_out), data.hidden),
                     .w1 = slice.forward.w1,
                     .w2 = slice.forward.w2,
-                    .d_x = tokens_by(view<S>(result.d_x), data.hidden),
-                    .d_topk_weights = tokens_by(std::span<float>(result.d_topk_weights), data.topk),
-                    .d_w1 = experts_by(std::span<float>(result.d_w1), 2 * w),
-                    .d_w2 = experts_by(std::span<float>(result.d_w2), w)};
+                    .d_x = tokens_by(result.d_x, data.hidden),
+                    .d_topk_weights = tokens_by(result.d_topk_weights, data.topk),
+                    .d_w1 = experts_by(result.d_w1, 2 * w),
+                    .d_w2 = experts_by(result.d_w2, w)};
   return slice;
 }
 
@@ -125,18 +135,47 @@ double run_bytes(const Case& data, const RunOptions& options) {
   return bytes;
 }
 
+// Each rank in a thread; body returns its trace.
+std::vector<TraceEvent> run_rank_threads(
+    GroupState& state, const std::function<std::vector<TraceEvent>(int rank)>& body) {
+  const int num_ranks = state.num_ranks;
+  std::vector<std::vector<TraceEvent>> traces(size(num_ranks));
+  std::vector<std::exception_ptr> errors(size(num_ranks));
+  {
+    std::vector<std::jthread> ranks;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      try {
+        ranks.emplace_back([&, rank] {
+          try {
+            traces[size(rank)] = body(rank);
+          } catch (...) {
+            errors[size(rank)] = std::current_exception();
+          }
+        });
+      } catch (const std::system_error& error) {
+        const std::string text =
+            fmt::format("the system refused a thread for rank {} of {}: {}; use fewer ranks", rank,
+                        num_ranks, error.code().message());
+        abort_group(state, rank, text);
+        throw_world("{}", text);
+      }
+    }
+  }
+  // The cause, of the rank that failed first; its peers' errors are consequences of another kind.
+  const std::uint64_t failed = state.abort_word.load();
+  if (failed > 0 && errors[failed - 1]) std::rethrow_exception(errors[failed - 1]);
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+  std::vector<TraceEvent> all;
+  for (const auto& trace : traces) all.insert(all.end(), trace.begin(), trace.end());
+  return all;
+}
+
 template <typename S>
 CaseResult run_as(const Case& data, const RunOptions& options) {
   const std::vector<std::int64_t> tokens = tokens_of_ranks(data, options.num_ranks);
   require_memory(run_bytes(data, options), fmt::format("the run on {} ranks", options.num_ranks));
-  CaseResult result;
-  result.out.resize(data.x.size());
-  if (options.backward) {
-    result.d_x.resize(data.x.size());
-    result.d_topk_weights.resize(size(data.num_tokens * data.topk));
-    result.d_w1.resize(data.w1.size() / sizeof(S));
-    result.d_w2.resize(data.w2.size() / sizeof(S));
-  }
   cpu::GroupConfig config;
   config.shape = {.num_ranks = options.num_ranks,
                   .num_experts = static_cast<int>(data.num_experts),
@@ -151,50 +190,72 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
   config.trace = options.trace;
   cpu::Group group(std::move(config));
 
-  std::mutex mutex;
-  std::vector<std::exception_ptr> errors(size(options.num_ranks));
-  const auto run_rank = [&](int rank, std::int64_t token) {
-    try {
-      const auto slice = slice_of<S>(data, options, result, token, tokens[size(rank)],
-                                     share_start(data.num_experts, options.num_ranks, rank),
-                                     share_size(data.num_experts, options.num_ranks, rank));
-      cpu::RankLayer<S> layer(group, rank);
-      std::vector<TraceEvent> trace;
-      for (int repeat = 0; repeat < options.repeats; ++repeat) {
-        const auto saved = layer.forward(slice.forward);
-        trace = layer.trace();
-        if (!options.backward) continue;
-        layer.backward(saved, slice.backward);
-        trace.insert(trace.end(), layer.trace().begin(), layer.trace().end());
-      }
-      const std::lock_guard lock(mutex);
-      result.trace.insert(result.trace.end(), trace.begin(), trace.end());
-    } catch (...) {
-      errors[size(rank)] = std::current_exception();
+  const std::size_t row_bytes = data.x.size();
+  const std::size_t num_choices = options.backward ? size(data.num_tokens * data.topk) : 0;
+  const std::size_t num_w1 = options.backward ? data.w1.size() / sizeof(S) : 0;
+  const std::size_t num_w2 = options.backward ? data.w2.size() / sizeof(S) : 0;
+  CaseResult result;
+  ResultSpans<S> spans;
+  // Processes write where all can see it, in the order out, d_x, d_topk_weights, d_w1, d_w2.
+  std::optional<SharedBytes> shared;
+  if (options.processes) {
+    const std::size_t aligned_rows = (row_bytes + 63) / 64 * 64;
+    const std::size_t num_rows = row_bytes / sizeof(S);
+    shared.emplace(2 * aligned_rows + (num_choices + num_w1 + num_w2) * sizeof(float));
+    auto* base = shared->data();
+    auto* floats = reinterpret_cast<float*>(base + 2 * aligned_rows);
+    spans = {.out = {reinterpret_cast<S*>(base), num_rows},
+             .d_x = {reinterpret_cast<S*>(base + aligned_rows), options.backward ? num_rows : 0},
+             .d_topk_weights = {floats, num_choices},
+             .d_w1 = {floats + num_choices, num_w1},
+             .d_w2 = {floats + num_choices + num_w1, num_w2}};
+  } else {
+    result.out.resize(row_bytes);
+    result.d_x.resize(options.backward ? row_bytes : 0);
+    result.d_topk_weights.resize(num_choices);
+    result.d_w1.resize(num_w1);
+    result.d_w2.resize(num_w2);
+    spans = {.out = view<S>(result.out),
+             .d_x = view<S>(result.d_x),
+             .d_topk_weights = result.d_topk_weights,
+             .d_w1 = result.d_w1,
+             .d_w2 = result.d_w2};
+  }
+
+  const auto run_rank = [&](int rank) {
+    const std::int64_t token = std::accumulate(tokens.begin(), tokens.begin() + rank,
+                                               std::int64_t{0});
+    const auto slice = slice_of<S>(data, options, spans, token, tokens[size(rank)],
+                                   share_start(data.num_experts, options.num_ranks, rank),
+                                   share_size(data.num_experts, options.num_ranks, rank));
+    cpu::RankLayer<S> layer(group, rank);
+    std::vector<TraceEvent> trace;
+    for (int repeat = 0; repeat < options.repeats; ++repeat) {
+      const auto saved = layer.forward(slice.forward);
+      trace = layer.trace();
+      if (!options.backward) continue;
+      layer.backward(saved, slice.backward);
+      trace.insert(trace.end(), layer.trace().begin(), layer.trace().end());
     }
+    return trace;
   };
-  {
-    std::vector<std::jthread> ranks;
-    std::int64_t token = 0;
-    for (int rank = 0; rank < options.num_ranks; ++rank) {
-      try {
-        ranks.emplace_back([&run_rank, rank, token] { run_rank(rank, token); });
-      } catch (const std::system_error& error) {
-        const std::string text =
-            fmt::format("the system refused a thread for rank {} of {}: {}; use fewer ranks", rank,
-                        options.num_ranks, error.code().message());
-        abort_group(group.state(), rank, text);
-        throw_world("{}", text);
-      }
-      token += tokens[size(rank)];
-    }
+  if (!options.processes) {
+    result.trace = run_rank_threads(group.state(), run_rank);
+    return result;
   }
-  // The cause, of the rank that failed first; its peers' errors are consequences of another kind.
-  const std::uint64_t failed = group.state().abort_word.load();
-  if (failed > 0 && errors[failed - 1]) std::rethrow_exception(errors[failed - 1]);
-  for (const std::exception_ptr& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  result.trace = run_rank_processes(group.state(), run_rank);
+  const auto bytes_of = [](std::span<const S> values) {
+    const auto raw = std::as_bytes(values);
+    return std::vector<std::byte>(raw.begin(), raw.end());
+  };
+  const auto floats_of = [](std::span<const float> values) {
+    return std::vector<float>(values.begin(), values.end());
+  };
+  result.out = bytes_of(spans.out);
+  result.d_x = bytes_of(spans.d_x);
+  result.d_topk_weights = floats_of(spans.d_topk_weights);
+  result.d_w1 = floats_of(spans.d_w1);
+  result.d_w2 = floats_of(spans.d_w2);
   return result;
 }
 

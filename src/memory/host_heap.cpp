@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -17,11 +16,11 @@ class HostHeap final : public SymmetricHeap {
   HostHeap(int num_ranks, std::size_t bytes_per_rank)
       : num_ranks_(num_ranks), bytes_per_rank_((bytes_per_rank + 63) / 64 * 64) {
     if (bytes_per_rank > std::numeric_limits<std::size_t>::max() / 2 ||
-        __builtin_mul_overflow(bytes_per_rank_, static_cast<std::size_t>(num_ranks), &bytes_)) {
+        __builtin_mul_overflow(bytes_per_rank_, static_cast<std::size_t>(num_ranks), &bytes_) ||
+        __builtin_add_overflow(bytes_, kControlBytes, &bytes_)) {
       throw_world("a symmetric heap of {} ranks with {} bytes each exceeds the address space",
                   num_ranks, bytes_per_rank);
     }
-    bytes_ = std::max<std::size_t>(bytes_, 64);
     if (const std::uint64_t available = available_bytes(); bytes_ > available) {
       throw_world(
           "the symmetric heap needs {} bytes and {} are available; use fewer tokens or ranks",
@@ -40,9 +39,10 @@ class HostHeap final : public SymmetricHeap {
 
   [[nodiscard]] int num_ranks() const override { return num_ranks_; }
   [[nodiscard]] std::size_t bytes_per_rank() const override { return bytes_per_rank_; }
+  [[nodiscard]] std::byte* control() const override { return base_; }
   [[nodiscard]] std::byte* map(int rank) const override {
     UNIEP_ASSERT(rank >= 0 && rank < num_ranks_);
-    return base_ + static_cast<std::size_t>(rank) * bytes_per_rank_;
+    return base_ + kControlBytes + static_cast<std::size_t>(rank) * bytes_per_rank_;
   }
 
  private:

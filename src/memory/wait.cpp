@@ -2,6 +2,7 @@
 #include "memory/wait.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include "base/error.hpp"
@@ -23,6 +24,13 @@ std::string describe(const WaitSite& site, std::uint64_t expected, std::uint64_t
   if (site.expert >= 0) text += fmt::format(", expert {}", site.expert);
   if (site.tile >= 0) text += fmt::format(", tile {}", site.tile);
   return text + fmt::format(": expected {}, seen {}", expected, seen);
+}
+
+void write_report(GroupState& state, int rank, const std::string& text) {
+  const std::size_t length = std::min(text.size(), GroupState::kReportBytes - 1);
+  std::memcpy(state.report, text.data(), length);
+  state.report[length] = 0;
+  state.abort_word.store(static_cast<std::uint64_t>(rank) + 1, std::memory_order_release);
 }
 
 }  // namespace
@@ -51,16 +59,23 @@ void expire(GroupState& state, const Awaited& awaited, std::chrono::nanoseconds 
 }
 
 void abort_group(GroupState& state, int rank, const std::string& text) {
-  const std::lock_guard lock(state.report_mutex);
-  if (state.abort_word.load(std::memory_order_relaxed) != 0) return;
-  state.report = text;
-  state.abort_word.store(static_cast<std::uint64_t>(rank) + 1, std::memory_order_release);
+  const auto mine = static_cast<std::uint64_t>(rank) + 1;
+  std::uint64_t nobody = 0;
+  if (state.report_claim.compare_exchange_strong(nobody, mine)) write_report(state, rank, text);
+}
+
+void abort_for_lost_rank(GroupState& state, int rank, const std::string& text) {
+  const auto lost = static_cast<std::uint64_t>(rank) + 1;
+  std::uint64_t claim = 0;
+  if (state.report_claim.compare_exchange_strong(claim, lost) ||
+      (claim == lost && state.abort_word.load() == 0)) {
+    write_report(state, rank, text);
+  }
 }
 
 std::optional<std::string> failure_of(GroupState& state) {
   if (state.abort_word.load(std::memory_order_acquire) == 0) return std::nullopt;
-  const std::lock_guard lock(state.report_mutex);
-  return state.report;
+  return std::string(state.report);
 }
 
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
@@ -91,11 +106,10 @@ std::uint64_t recover(GroupState& state, int rank) {
       std::atomic_ref<std::uint64_t>(state.arrived).fetch_add(1, std::memory_order_acq_rel) + 1;
   const std::uint64_t next = (mine + ranks - 1) / ranks;
   if (mine == next * ranks) {
-    {
-      const std::lock_guard lock(state.report_mutex);
-      state.report.clear();
-      state.abort_word.store(0, std::memory_order_release);
-    }
+    state.report[0] = 0;
+    // In this order: a new claim must find the old failure gone.
+    state.abort_word.store(0, std::memory_order_relaxed);
+    state.report_claim.store(0, std::memory_order_release);
     raise(&state.generation, next);
     return next;
   }

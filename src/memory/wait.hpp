@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 
@@ -21,7 +20,7 @@ struct WaitSite {
   int peer = -1;
 };
 
-// Shared by the ranks of one group.
+// Shared by the ranks of one group, which may be processes: no pointers, no locks.
 struct GroupState {
   GroupState(int ranks, std::chrono::nanoseconds wait_bound)
       : num_ranks(ranks), bound(wait_bound) {}
@@ -35,14 +34,17 @@ struct GroupState {
   // Written by the first rank that fails, after `report`; polled by every wait; the report becomes
   // visible. Zero while all is well; cleared only inside recover, when no rank can be waiting.
   std::atomic<std::uint64_t> abort_word{0};
+  // Taken by the rank that will write the report: only the first failure is told.
+  std::atomic<std::uint64_t> report_claim{0};
   // Counted up by each rank that calls recover, awaited by all; n * num_ranks means that every rank
   // has ended its work of generation n - 1.
   std::uint64_t arrived = 0;
   // Raised by the last to arrive, awaited by the others; the cleared abort word becomes visible.
   std::uint64_t generation = 0;
-  std::mutex report_mutex;
-  std::string report;
+  static constexpr std::size_t kReportBytes = 1024;
+  char report[kReportBytes] = {};  // ends with 0
 };
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "ranks may be processes");
 
 // Returns once *word >= expected, with acquire. Errors: world once nothing in the group made
 // progress for state.bound, with the whole site, expected and seen value, after poisoning the
@@ -50,8 +52,11 @@ struct GroupState {
 void wait_at_least(GroupState& state, std::uint64_t* word, std::uint64_t expected,
                    const WaitSite& site);
 
-// Poisons the group, unless it already is: the first report is kept.
+// Poisons the group, unless it already is: the first report is kept, cut to kReportBytes.
 void abort_group(GroupState& state, int rank, const std::string& text);
+
+// The same for a rank that is gone, by whoever saw it go: it may have died in abort_group.
+void abort_for_lost_rank(GroupState& state, int rank, const std::string& text);
 
 // One wait as a value, for those who look again later instead of blocking.
 struct Awaited {

@@ -63,7 +63,7 @@ TEST(HostHeap, EveryRankHasItsOwnAlignedZeroedPart) {
 
 TEST(HostHeap, MemoryThatIsNotThereIsAWorldErrorWithTheBytes) {
   expect_has(world_error([] { static_cast<void>(make_host_heap(4, std::size_t{1} << 50)); }),
-             {std::to_string(std::size_t{1} << 52), "bytes"});
+             {std::to_string((std::size_t{1} << 52) + SymmetricHeap::kControlBytes), "bytes"});
   expect_has(world_error([] {
                static_cast<void>(make_host_heap(2, std::numeric_limits<std::size_t>::max()));
              }),
@@ -225,7 +225,7 @@ TEST(Recover, AllRanksComeBackTogetherInANewGeneration) {
     }
     EXPECT_EQ(got, std::vector<std::uint64_t>(kRanks, generation));
     EXPECT_EQ(abort_seen, std::vector<std::uint64_t>(kRanks, 0));
-    EXPECT_EQ(state.report, "");
+    EXPECT_STREQ(state.report, "");
   }
 }
 
