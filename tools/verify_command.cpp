@@ -217,8 +217,8 @@ void check_fuzz_flags(const CLI::App& command, bool fuzz) {
   for (const CLI::Option* option : command.get_options()) {
     if (option->count() == 0) continue;
     const std::string name = option->get_name();
-    const bool both = name == "--seed" || name == "--json" || name == "--timeout" || name == "--processes" ||
-                      name == "--backend" || name == "--numerics";
+    const bool both = name == "--seed" || name == "--json" || name == "--timeout" ||
+                      name == "--processes" || name == "--backend" || name == "--numerics";
     const bool fuzz_only = name == "--fuzz" || name == "--seconds";
     if (!both && fuzz_only != fuzz) {
       throw_invalid("{} has no meaning {} --fuzz; leave one of them out or add the other", name,

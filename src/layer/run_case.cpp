@@ -223,8 +223,8 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
   }
 
   const auto run_rank = [&](int rank) {
-    const std::int64_t token = std::accumulate(tokens.begin(), tokens.begin() + rank,
-                                               std::int64_t{0});
+    const std::int64_t token =
+        std::accumulate(tokens.begin(), tokens.begin() + rank, std::int64_t{0});
     const auto slice = slice_of<S>(data, options, spans, token, tokens[size(rank)],
                                    share_start(data.num_experts, options.num_ranks, rank),
                                    share_size(data.num_experts, options.num_ranks, rank));
