@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+cmake_minimum_required(VERSION 3.25)
 # Writes the commit of SOURCE as a header to OUTPUT, touching it only where it changed.
 set(commit "unknown")
 find_program(GIT git)

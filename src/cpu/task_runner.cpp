@@ -79,7 +79,8 @@ class Runner {
  private:
   void drain(const std::vector<Task>& tasks, Queue& queue, std::size_t phase, int worker,
              std::vector<TraceEvent>& trace) {
-    std::optional<std::chrono::steady_clock::time_point> idle_since;
+    bool idle = false;
+    std::chrono::steady_clock::time_point idle_since{};
     std::uint64_t progress = 0;  // of the group, when this worker became idle or looked last
     int round = 0;
     while (true) {
@@ -88,7 +89,7 @@ class Runner {
       bool finished = false;
       if (const Task* task = take(tasks, queue, oldest, finished)) {
         run(*task, phase, worker, trace);
-        idle_since.reset();
+        idle = false;
         round = 0;
         continue;
       }
@@ -96,10 +97,11 @@ class Runner {
       // Without `oldest` another worker is looking at what was set aside.
       const auto now = std::chrono::steady_clock::now();
       const std::uint64_t progress_now = group_.state().progress.load(std::memory_order_relaxed);
-      if (!idle_since || progress_now != progress) idle_since = now;
+      if (!idle || progress_now != progress) idle_since = now;
+      idle = true;
       progress = progress_now;
-      if (oldest && now - *idle_since > group_.state().bound) {
-        expire(group_.state(), first_cause(progress_[phase]).value_or(*oldest), now - *idle_since);
+      if (oldest && now - idle_since > group_.state().bound) {
+        expire(group_.state(), first_cause(progress_[phase]).value_or(*oldest), now - idle_since);
       }
       pause_for(round++);
     }
