@@ -13,6 +13,7 @@ cmake --build build/examples -j "$1"
 "$prefix/bin/uniep" case --shape tiny --seed 3 -o build/examples/case.safetensors
 build/examples/01_layer
 build/examples/02_replay build/examples/case.safetensors
+build/examples/03_layer
 
 libdir=$(dirname "$(find "$prefix" -name uniep.pc)")
 # shellcheck disable=SC2046
@@ -20,6 +21,11 @@ g++ -std=c++20 -O2 examples/01_layer.cpp -o build/examples/01_layer_pkg_config \
   $(PKG_CONFIG_PATH="$libdir" pkg-config --cflags --libs uniep) -pthread \
   -Wl,-rpath,"$(dirname "$libdir")"
 build/examples/01_layer_pkg_config
+# shellcheck disable=SC2046
+gcc -std=c11 -Wall -Wextra -pedantic -Werror examples/03_layer.c \
+  -o build/examples/03_layer_pkg_config \
+  $(PKG_CONFIG_PATH="$libdir" pkg-config --cflags --libs uniep) -Wl,-rpath,"$(dirname "$libdir")"
+build/examples/03_layer_pkg_config
 soname=$(readelf -d "$(dirname "$libdir")/libuniep.so" | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')
 echo "SONAME $soname"
 case "$soname" in libuniep.so.*) ;; *) echo "libuniep.so has no versioned SONAME"; exit 1 ;; esac

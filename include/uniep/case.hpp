@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "uniep/dtype.hpp"
-#include "uniep/export.hpp"
+#include "uniep/export.h"
 #include "uniep/schedule.hpp"
 #include "uniep/trace.hpp"
 

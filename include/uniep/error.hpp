@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "uniep/export.hpp"
+#include "uniep/export.h"
 
 namespace uniep {
 

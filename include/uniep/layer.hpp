@@ -11,12 +11,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "uniep/dtype.hpp"
-#include "uniep/export.hpp"
+#include "uniep/export.h"
 #include "uniep/schedule.hpp"
 #include "uniep/trace.hpp"
 
@@ -108,6 +109,10 @@ class UNIEP_API Layer {
   // each with a sentence; afterwards every rank calls recover().
   [[nodiscard]] Saved forward(const ForwardArgs& args);
   void backward(const Saved& saved, const BackwardArgs& args);
+
+  // Runs body, which makes the arguments of the next operation; what it throws ends that operation
+  // on all ranks, as an error of the operation itself would.
+  void prepare(const std::function<void()>& body);
 
   // Collective, after an error on any rank: the next operation works again.
   void recover();

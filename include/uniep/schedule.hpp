@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "uniep/export.hpp"
+#include "uniep/export.h"
 
 namespace uniep {
 

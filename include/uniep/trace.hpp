@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "uniep/export.hpp"
+#include "uniep/export.h"
 
 namespace uniep {
 

@@ -155,6 +155,10 @@ void Layer::backward(const Saved& saved, const BackwardArgs& args) {
   });
 }
 
+void Layer::prepare(const std::function<void()>& body) {
+  state_->operate([&]<typename S>(cpu::RankLayer<S>&, S) { body(); });
+}
+
 void Layer::recover() {
   state_->visit([]<typename S>(cpu::RankLayer<S>& layer, S) { layer.recover(); });
 }
