@@ -44,6 +44,19 @@ int run_layer(const RunFlags& f) {
   const auto file_ranks = std::max<std::size_t>(1, data.tokens_per_rank.size());
   options.num_ranks =
       static_cast<int>(f.ranks > 0 ? f.ranks : static_cast<std::int64_t>(file_ranks));
+  if (f.layer.processes) options.job = job_from_environment();
+  if (options.job) {
+    options.processes = false;
+    if (f.ranks > 0 && f.ranks != options.job->num_ranks) {
+      throw_invalid("--ranks is {}; the launcher started {} ranks", f.ranks,
+                    options.job->num_ranks);
+    }
+    options.num_ranks = options.job->num_ranks;
+    if (options.job->rank > 0) {
+      static_cast<void>(run_case(data, options));
+      return 0;
+    }
+  }
   const auto output = open_tensor_output(f.output);
   Report report(f.json);
   CaseResult result = run_case(data, options);
@@ -88,7 +101,7 @@ int run_info(const std::string& json_path) {
   nlohmann::json info = machine_info();
   info["schema"] = 1;
   info["backends"] = {{"cpu", "ok"}, {"cuda", "no: the layer is not served on cuda by this build"}};
-  info["providers"] = {{"host", "ok: ranks as threads of one process"}};
+  info["providers"] = {{"host", "ok: ranks as threads or processes of this machine"}};
   const auto text = [&info](const char* key) { return info[key].get<std::string>(); };
   const auto bytes = [&info](const char* key) { return bytes_text(info[key].get<double>()); };
   report.print("{:<14} {}, commit {}, {} build, compiler {}\n", "uniep", text("version"),

@@ -121,7 +121,9 @@ void add_layer_options(CLI::App& app, LayerOptions& o) {
       ->capture_default_str();
   add_number(app, "--timeout", o.timeout, 1, 86400,
              "seconds without progress of any rank after which a run is given up");
-  app.add_flag("--processes", o.processes, "each rank in a process of its own, not in a thread");
+  app.add_flag("--processes", o.processes,
+               "each rank in a process of its own, not in a thread; for `run` under torchrun or "
+               "mpirun, this process is one of the ranks");
 }
 
 Schedule check_layer_options(const LayerOptions& o) {

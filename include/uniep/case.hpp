@@ -13,6 +13,7 @@
 
 #include "uniep/dtype.hpp"
 #include "uniep/export.h"
+#include "uniep/job.hpp"
 #include "uniep/schedule.hpp"
 #include "uniep/trace.hpp"
 
@@ -64,11 +65,14 @@ struct RunOptions {
   // Each rank in a process of its own, forked from this one, instead of in a thread. The caller
   // should have no other threads then. A rank that dies is named in the error of the others.
   bool processes = false;
+  // This process is one rank of a job and calls with the same case and options as all others;
+  // num_ranks must be the job's. Only its rank 0 gets results.
+  std::optional<Job> job;
 };
 
 // Runs the layer on the CPU, each rank in a thread or process of its own with its own workers.
-// Errors: invalid_argument where the case lacks d_out for a backward or the schedule cannot run;
-// world for missing memory or a wait that expired.
+// Errors: invalid_argument where the case lacks d_out for a backward, the schedule cannot run or a
+// job's ranks disagree; world for missing memory, a lost rank or a wait that expired.
 [[nodiscard]] UNIEP_API CaseResult run_case(const Case& data, const RunOptions& options);
 
 }  // namespace uniep

@@ -2,7 +2,8 @@
 // The expert layer of a Mixture-of-Experts model over the ranks of one group, on the CPU.
 //
 // A rank is a thread of this process: each makes a Layer on the shared Group, and all of them call
-// the same operations in the same order. For token t with choices j of expert e = topk_ids[t, j]:
+// the same operations in the same order. Or it is a process of a job, GroupOptions::job. For token
+// t with choices j of expert e = topk_ids[t, j]:
 //   h = x[t] · w1[e]ᵀ        a = silu(h[0:F]) * h[F:2F] * topk_weights[t, j]
 //   out[t] = Σ_j a · w2[e]ᵀ  (choices ascending)
 // The bits of every result depend on the values alone, not on ranks, schedule or timing.
@@ -13,11 +14,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "uniep/dtype.hpp"
 #include "uniep/export.h"
+#include "uniep/job.hpp"
 #include "uniep/schedule.hpp"
 #include "uniep/trace.hpp"
 
@@ -36,12 +39,18 @@ struct GroupOptions {
   std::vector<std::int32_t> rank_of_expert;
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);  // of every wait
   bool trace = false;
+  // Ranks as processes: this one is a rank of the job, see job_from_environment. Every process
+  // makes the Group, with the same options but for the job's rank, and a Layer of its own rank.
+  std::optional<Job> job;
 };
 
 // What the ranks share. Make one, and keep it alive longer than every Layer on it.
 class UNIEP_API Group {
  public:
   // Errors: invalid_argument for sizes or a schedule that cannot run; world if memory is refused.
+  // In a job collective: it waits for all ranks, within wait_bound; invalid_argument also where
+  // their options differ, world also for ranks that do not come or are lost. A rank whose process
+  // ends without destroying the group ends the others' operations with its number.
   explicit Group(const GroupOptions& options);
   ~Group();
   Group(const Group&) = delete;

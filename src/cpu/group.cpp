@@ -2,8 +2,10 @@
 #include "cpu/group.hpp"
 
 #include <new>
+#include <span>
 
 #include "base/error.hpp"
+#include "base/hash.hpp"
 
 namespace uniep::cpu {
 namespace {
@@ -26,23 +28,56 @@ const GroupConfig& checked(const GroupConfig& config) {
                   config.placement.num_experts(), config.placement.num_ranks, s.num_experts,
                   s.num_ranks);
   }
+  if (config.job && config.job->num_ranks != s.num_ranks) {
+    throw_invalid("num_ranks is {}; the job has {} ranks", s.num_ranks, config.job->num_ranks);
+  }
   return config;
+}
+
+// What all ranks of a job must have in common, in words that a person can compare.
+std::string agreement_of(const GroupConfig& config) {
+  const HeapShape& s = config.shape;
+  std::string text = fmt::format(
+      "{} experts, topk {}, hidden {}, {} tokens a rank at most, {} bytes an element, "
+      "schedule {}, wait bound {} ms, {} common bytes",
+      s.num_experts, s.topk, s.hidden, s.max_tokens, s.element_bytes, to_string(config.schedule),
+      std::chrono::duration_cast<std::chrono::milliseconds>(config.wait_bound).count(),
+      config.common_bytes);
+  const auto placement = std::as_bytes(std::span(config.placement.rank_of));
+  text += fmt::format(", placement {:016x}", fnv1a(placement));
+  if (!config.job_agreement.empty()) text += ", " + config.job_agreement;
+  return text;
 }
 
 }  // namespace
 
 Group::Group(GroupConfig config)
     : config_(std::move(config)), layout_(checked(config_).shape, config_.schedule) {
-  heap_ =
-      make_host_heap(config_.shape.num_ranks, static_cast<std::size_t>(layout_.bytes_per_rank()));
+  const int num_ranks = config_.shape.num_ranks;
+  std::unique_ptr<Bootstrap> bootstrap;
+  if (config_.job) {
+    bootstrap =
+        std::make_unique<Bootstrap>(*config_.job, agreement_of(config_), config_.wait_bound);
+  }
   static_assert(sizeof(GroupState) <= SymmetricHeap::kControlBytes);
-  state_ = new (heap_->control()) GroupState(config_.shape.num_ranks, config_.wait_bound);
-  epochs_ = std::vector<RankEpochs>(static_cast<std::size_t>(config_.shape.num_ranks));
+  heap_ = make_host_heap(
+      {.num_ranks = num_ranks,
+       .bytes_per_rank = static_cast<std::size_t>(layout_.bytes_per_rank()),
+       .common_bytes = config_.common_bytes},
+      [&](std::byte* control) { new (control) GroupState(num_ranks, config_.wait_bound); },
+      bootstrap.get());
+  state_ = std::launder(reinterpret_cast<GroupState*>(heap_->control()));
+  epochs_ = std::vector<RankEpochs>(static_cast<std::size_t>(num_ranks));
+  bootstrap_ = std::move(bootstrap);
+  if (bootstrap_) bootstrap_->watch(*state_);
 }
 
 RankEpochs& Group::epochs(int rank) {
   if (rank < 0 || rank >= config_.shape.num_ranks) {
     throw_invalid("rank is {}; ranks are 0 to {}", rank, config_.shape.num_ranks - 1);
+  }
+  if (config_.job && rank != config_.job->rank) {
+    throw_invalid("rank is {}; this process is rank {} of its job", rank, config_.job->rank);
   }
   return epochs_[static_cast<std::size_t>(rank)];
 }

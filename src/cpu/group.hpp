@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the ranks of one group share on the CPU: the symmetric heap with its layout, the state of
-// bounded waits, and the schedule, the same for all by construction. Ranks are threads here.
+// bounded waits, and the schedule, the same for all ranks. Ranks are
+// threads, forked processes, or the processes of a job.
 #pragma once
 
 #include <atomic>
@@ -8,12 +9,16 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "layout/heap_layout.hpp"
+#include "memory/bootstrap.hpp"
 #include "memory/symmetric_heap.hpp"
 #include "memory/wait.hpp"
 #include "topo/placement.hpp"
+#include "uniep/job.hpp"
 #include "uniep/schedule.hpp"
 #include "uniep/trace.hpp"
 
@@ -26,6 +31,9 @@ struct GroupConfig {
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
   std::function<void(const TaskInfo&)> before_task;  // tests: delays and faults; may throw Error
   bool trace = false;
+  std::optional<Job> job;        // this process is one rank of it; otherwise it holds all ranks
+  std::string job_agreement;     // what the job's ranks must agree on beside the above
+  std::size_t common_bytes = 0;  // of memory that all ranks share, zero-filled
 };
 
 // Where a rank stands in the order of operations.
@@ -38,13 +46,16 @@ struct RankEpochs {
 class Group {
  public:
   // Errors: invalid_argument for a schedule or shape that cannot run; world if memory is refused.
+  // Collective in a job, with the errors of its bootstrap.
   explicit Group(GroupConfig config);
 
   [[nodiscard]] const GroupConfig& config() const { return config_; }
   [[nodiscard]] const HeapLayout& layout() const { return layout_; }
   [[nodiscard]] GroupState& state() { return *state_; }
 
-  // Errors: invalid_argument for a rank outside the group.
+  [[nodiscard]] std::byte* common() { return heap_->common(); }
+
+  // Errors: invalid_argument for a rank outside the group or, in a job, of another process.
   [[nodiscard]] RankEpochs& epochs(int rank);
 
   template <typename T>
@@ -58,6 +69,7 @@ class Group {
   std::unique_ptr<SymmetricHeap> heap_;
   GroupState* state_ = nullptr;  // in the heap
   std::vector<RankEpochs> epochs_;
+  std::unique_ptr<Bootstrap> bootstrap_;  // of a job; its watcher uses the heap
 };
 
 }  // namespace uniep::cpu

@@ -49,6 +49,8 @@ cpu::GroupConfig config_of(const GroupOptions& options) {
   }
   config.wait_bound = options.wait_bound;
   config.trace = options.trace;
+  config.job = options.job;
+  config.job_agreement = fmt::format("ffn {}", options.ffn);
   return config;
 }
 

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,7 +16,6 @@
 #include <string>
 
 #include "base/error.hpp"
-#include "base/memory.hpp"
 
 namespace uniep {
 namespace {
@@ -171,16 +169,6 @@ void collect(std::vector<Child>& children, GroupState& state) {
 }
 
 }  // namespace
-
-SharedBytes::SharedBytes(std::size_t bytes) : bytes_(std::max<std::size_t>(bytes, 1)) {
-  require_memory(static_cast<double>(bytes_), "what processes share");
-  void* mapping =
-      ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (mapping == MAP_FAILED) throw_world("the system refused {} bytes of shared memory", bytes_);
-  data_ = static_cast<std::byte*>(mapping);
-}
-
-SharedBytes::~SharedBytes() { ::munmap(data_, bytes_); }
 
 std::vector<TraceEvent> run_rank_processes(
     GroupState& state, const std::function<std::vector<TraceEvent>(int rank)>& body) {

@@ -2,6 +2,7 @@
 #include "layer/run_case.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -172,6 +173,29 @@ std::vector<TraceEvent> run_rank_threads(
   return all;
 }
 
+constexpr std::size_t kLine = 64;
+
+// This process's rank; rank 0 returns when all ranks are done. Its trace is this rank's alone.
+std::vector<TraceEvent> run_rank_of_job(
+    cpu::Group& group, const Job& job,
+    const std::function<std::vector<TraceEvent>(int rank)>& body) {
+  std::vector<TraceEvent> trace;
+  try {
+    trace = body(job.rank);
+  } catch (const std::exception& error) {
+    abort_group(group.state(), job.rank, error.what());
+    throw;
+  }
+  // Counted up by every rank after its last write, awaited by rank 0; all results become visible.
+  auto* done = reinterpret_cast<std::uint64_t*>(group.common());
+  std::atomic_ref<std::uint64_t>(*done).fetch_add(1, std::memory_order_acq_rel);
+  if (job.rank == 0) {
+    wait_at_least(group.state(), done, static_cast<std::uint64_t>(job.num_ranks),
+                  {.rank = 0, .stage = "results", .role = "main"});
+  }
+  return trace;
+}
+
 template <typename S>
 CaseResult run_as(const Case& data, const RunOptions& options) {
   const std::vector<std::int64_t> tokens = tokens_of_ranks(data, options.num_ranks);
@@ -188,21 +212,29 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
   config.wait_bound = options.wait_bound;
   config.before_task = options.before_task;
   config.trace = options.trace;
-  cpu::Group group(std::move(config));
+  config.job = options.job;
 
   const std::size_t row_bytes = data.x.size();
   const std::size_t num_choices = options.backward ? size(data.num_tokens * data.topk) : 0;
   const std::size_t num_w1 = options.backward ? data.w1.size() / sizeof(S) : 0;
   const std::size_t num_w2 = options.backward ? data.w2.size() / sizeof(S) : 0;
+  // Processes write where all can see it, in this order after a line for the count of those that
+  // are done: out, d_x, d_topk_weights, d_w1, d_w2.
+  const bool shared = options.processes || options.job;
+  const std::size_t aligned_rows = (row_bytes + 63) / 64 * 64;
+  if (shared) {
+    config.common_bytes =
+        kLine + 2 * aligned_rows + (num_choices + num_w1 + num_w2) * sizeof(float);
+    config.job_agreement =
+        fmt::format("{} tokens, ffn {}, {} repeats, backward {}", data.num_tokens, data.ffn,
+                    options.repeats, options.backward);
+  }
+  cpu::Group group(std::move(config));
   CaseResult result;
   ResultSpans<S> spans;
-  // Processes write where all can see it, in the order out, d_x, d_topk_weights, d_w1, d_w2.
-  std::optional<SharedBytes> shared;
-  if (options.processes) {
-    const std::size_t aligned_rows = (row_bytes + 63) / 64 * 64;
+  if (shared) {
     const std::size_t num_rows = row_bytes / sizeof(S);
-    shared.emplace(2 * aligned_rows + (num_choices + num_w1 + num_w2) * sizeof(float));
-    auto* base = shared->data();
+    auto* base = group.common() + kLine;
     auto* floats = reinterpret_cast<float*>(base + 2 * aligned_rows);
     spans = {.out = {reinterpret_cast<S*>(base), num_rows},
              .d_x = {reinterpret_cast<S*>(base + aligned_rows), options.backward ? num_rows : 0},
@@ -239,11 +271,15 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
     }
     return trace;
   };
-  if (!options.processes) {
+  if (options.job) {
+    result.trace = run_rank_of_job(group, *options.job, run_rank);
+    if (options.job->rank > 0) return result;
+  } else if (options.processes) {
+    result.trace = run_rank_processes(group.state(), run_rank);
+  } else {
     result.trace = run_rank_threads(group.state(), run_rank);
     return result;
   }
-  result.trace = run_rank_processes(group.state(), run_rank);
   const auto bytes_of = [](std::span<const S> values) {
     const auto raw = std::as_bytes(values);
     return std::vector<std::byte>(raw.begin(), raw.end());
@@ -295,6 +331,9 @@ std::vector<std::int64_t> tokens_of_ranks(const Case& data, int num_ranks) {
 
 CaseResult run_case(const Case& data, const RunOptions& options) {
   check_backward(data, options.backward);
+  if (options.job && options.processes) {
+    throw_invalid("processes and job exclude each other: a job's ranks are processes already");
+  }
   return data.dtype == DType::bf16 ? run_as<Bf16>(data, options) : run_as<float>(data, options);
 }
 

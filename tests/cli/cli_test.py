@@ -57,6 +57,11 @@ def unpack(dtype, data):
     return list(struct.unpack(f"<{len(data) // SIZES[dtype]}{FORMATS[dtype]}", data))
 
 
+def read_bytes(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
 def file_bytes(header, data=b""):
     """A file from a header (text, or an object for JSON) and the bytes behind it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -619,6 +624,60 @@ class CliTest(unittest.TestCase):
         self.ok("case", "-o", self.path("routed"), "--routing", f"file:{self.case}", "--seed", 9)
         routed = read_tensors(self.path("routed"))
         self.assertEqual(routed["topk_ids"], read_tensors(self.case)["topk_ids"])
+
+    def launch(self, variables, *args, ranks=3, kill=None):
+        """A process a rank, as a launcher starts them; `kill` is killed once it has started."""
+        processes = []
+        for rank in range(ranks):
+            environment = dict(os.environ)
+            environment.update({k: v.format(rank=rank, ranks=ranks) for k, v in variables.items()})
+            processes.append(subprocess.Popen(
+                [UNIEP, *args], env=environment, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True))
+        if kill is not None:
+            processes[kill].kill()
+        ends = []
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            ends.append((process.returncode, out, err))
+        return ends
+
+    def test_launchers(self):
+        case = self.path("case")
+        self.ok("case", "-o", case, "--routing", "zipf:1.1")
+        self.ok("run", case, "-o", self.path("one"), "--backward")
+        expected = read_bytes(self.path("one"))
+        torchrun = {"RANK": "{rank}", "WORLD_SIZE": "{ranks}", "LOCAL_WORLD_SIZE": "{ranks}",
+                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(os.getpid())}
+        mpi = {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{ranks}"}
+        for name, variables in (("torchrun", torchrun), ("mpi", mpi)):
+            output = self.path(name)
+            ends = self.launch(variables, "run", case, "-o", output, "--backward", "--processes")
+            self.assertEqual([end[0] for end in ends], [0, 0, 0], ends)
+            self.assertEqual(read_bytes(output), expected)
+            # Only rank 0 speaks.
+            self.assertEqual([bool(end[1]) for end in ends], [True, False, False])
+        # Without --processes the variables mean nothing.
+        self.ok("run", case, "-o", self.path("plain"), "--ranks", "2", env={**os.environ, "RANK": "9"})
+
+    def test_launchers_that_lose_a_rank(self):
+        case, output = self.path("case"), self.path("out")
+        self.ok("case", "-o", case)
+        variables = {"RANK": "{rank}", "WORLD_SIZE": "{ranks}", "UNIEP_JOB": f"lost {os.getpid()}"}
+        args = ("run", case, "-o", output, "--processes", "--timeout", "2")
+        for kill in (0, 1, 2):
+            ends = self.launch(variables, *args, kill=kill)
+            for rank, (code, out, err) in enumerate(ends):
+                if rank == kill or code == 0:  # it may have done its work before
+                    continue
+                self.assertEqual(code, 3, err)
+                self.assertRegex(err, f"rank {kill}\\b")
+            self.assertEqual(os.listdir(os.path.dirname(output)).count("out"),
+                             1 if ends[0][0] == 0 else 0)
+        self.refused(*args, "--ranks", "2", says=["--ranks is 2", "3 ranks"],
+                     env={**os.environ, "RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"})
+        self.refused(*args, says=["RANK=x"],
+                     env={**os.environ, "RANK": "x", "WORLD_SIZE": "3", "MASTER_PORT": "1"})
 
     def test_verify(self):
         table = self.ok("verify", "--shape", "tiny", "--ranks", "1,2,4", "--schedules", 5)

@@ -44,7 +44,7 @@ void expect_has(const std::optional<std::string>& text, const std::vector<std::s
 }
 
 TEST(HostHeap, EveryRankHasItsOwnAlignedZeroedPart) {
-  const auto heap = make_host_heap(3, 1000);
+  const auto heap = make_host_heap({.num_ranks = 3, .bytes_per_rank = 1000});
   EXPECT_EQ(heap->num_ranks(), 3);
   EXPECT_GE(heap->bytes_per_rank(), 1000U);
   for (int rank = 0; rank < 3; ++rank) {
@@ -62,15 +62,22 @@ TEST(HostHeap, EveryRankHasItsOwnAlignedZeroedPart) {
 }
 
 TEST(HostHeap, MemoryThatIsNotThereIsAWorldErrorWithTheBytes) {
-  expect_has(world_error([] { static_cast<void>(make_host_heap(4, std::size_t{1} << 50)); }),
-             {std::to_string((std::size_t{1} << 52) + SymmetricHeap::kControlBytes), "bytes"});
+  expect_has(
+      world_error([] {
+        static_cast<void>(make_host_heap({.num_ranks = 4, .bytes_per_rank = std::size_t{1} << 50}));
+      }),
+      {std::to_string((std::size_t{1} << 52) + SymmetricHeap::kControlBytes), "bytes"});
   expect_has(world_error([] {
-               static_cast<void>(make_host_heap(2, std::numeric_limits<std::size_t>::max()));
+               static_cast<void>(make_host_heap(
+                   {.num_ranks = 2, .bytes_per_rank = std::numeric_limits<std::size_t>::max()}));
              }),
              {"2 ranks", "address space"});
-  expect_has(world_error([] { static_cast<void>(make_host_heap(1024, std::size_t{1} << 62)); }),
+  expect_has(world_error([] {
+               static_cast<void>(
+                   make_host_heap({.num_ranks = 1024, .bytes_per_rank = std::size_t{1} << 62}));
+             }),
              {"1024 ranks", "address space"});
-  EXPECT_THROW(static_cast<void>(make_host_heap(0, 64)), Error);
+  EXPECT_THROW(static_cast<void>(make_host_heap({.num_ranks = 0, .bytes_per_rank = 64})), Error);
 }
 
 TEST(HeapLayout, RegionsDoNotOverlapAndHoldWhatTheyMust) {
