@@ -16,6 +16,7 @@
 #include "cuda/ptx/stmatrix.hpp"
 #include "cuda/ptx/tma.hpp"
 #include "cuda/roles/gemm_multiply.cuh"
+#include "cuda/sched/tickets.cuh"
 #include "cuda/sched/tile_walk.cuh"
 
 namespace uniep::cuda {
@@ -282,13 +283,14 @@ __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile&
 // along a swizzled row, in whole boxes.
 template <KernelConfig kConfig>
 __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStorage& shared,
-                                             TileWalk<kConfig> walk, int consumer) {
+                                             TileReader<kConfig> reader, int consumer) {
   constexpr int kStep = kConfig.b == ptx::Major::k ? 32 : 64;
   const int lane = static_cast<int>(threadIdx.x % 32);
   Drain drain{shared, consumer, static_cast<int>(threadIdx.x / 32 % 4), lane};
   PipeCursor cursor;
   Tile tile;
-  while (walk.next(tile)) {
+  while (reader.next(tile)) {
+    reader.release(lane);
     const Problem& problem = args.problems[tile.problem];
     const bool active = tile.m0 + 64 * consumer < problem.m_extent;
     switch (active && tile.num_n > 0 ? ceil_div(tile.num_n, kStep) * kStep : 0) {
