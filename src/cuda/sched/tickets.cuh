@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tile a cluster takes next. One thread of the cluster draws tickets, from a counter in device
-// memory so that whoever is free takes the next tile, or in a fixed stride, and sends each to all
-// roles of both blocks. A ticket is drawn no earlier than a loader needs it: one drawn early is a
-// tile that no idle cluster can take.
+// Which tile a cluster takes next. One thread of the cluster draws tickets, from a counter in
+// device memory so that whoever is free takes the next tile, or in a fixed stride, and sends each
+// to all roles of both blocks. A ticket is drawn no earlier than a loader needs it: one drawn early
+// is a tile that no idle cluster can take.
 #pragma once
 
 #include <cstdint>

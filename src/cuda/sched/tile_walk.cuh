@@ -33,6 +33,14 @@ __device__ __forceinline__ std::uint32_t count_cluster_tiles(const Problem& prob
   return m_tiles / 2 * n_tiles + m_tiles % 2 * ceil_div(n_tiles, 2);
 }
 
+// Where n tile `tile` of `n_tiles` begins: tiles are multiples of 64 as equal as they can be, since
+// a narrow tile asks for as much of A as a full one and would have to wait for it.
+__device__ __forceinline__ int first_n(int tile, int n_tiles, int n_extent) {
+  const int blocks = ceil_div(n_extent, 64);
+  const int narrow = blocks / n_tiles;
+  return 64 * (tile * narrow + min(tile, blocks - narrow * n_tiles));
+}
+
 template <KernelConfig kConfig>
 struct TileWalk {
   const KernelArgs& args;
@@ -88,8 +96,8 @@ struct TileWalk {
       n_tile = band * problem.band + in_band % width;
     }
     out.m0 = m_tile * kTileM;
-    out.n0 = n_tile * kTileN;
-    out.num_n = min(kTileN, n_extent - out.n0);
+    out.n0 = first_n(n_tile, n_tiles, n_extent);
+    out.num_n = min(first_n(n_tile + 1, n_tiles, n_extent), n_extent) - out.n0;
     out.num_k_tiles = ceil_div(kConfig.rows_on_n() ? problem.k_extent : rows, kTileK);
   }
 };
