@@ -3,7 +3,9 @@
 on one dense product of the same sizes. Batches of calls alternate between all of them, on random
 data, so that they share the chip's clocks and power.
 
-  python3 benchmarks/grouped_gemm_cuda.py --lib uniep=build/src/cuda/libuniep_grouped_gemm.so
+  python3 benchmarks/grouped_gemm_cuda.py --lib uniep=libuniep_grouped_gemm.so
+
+Several builds or settings can run side by side: --lib NAME=PATH[:band=8][:sms=0][:walk=static].
 """
 import argparse
 import ctypes
@@ -27,16 +29,23 @@ OPS = {"fprop": 0, "swiglu": 1, "swiglu+h": 1, "dgrad": 2, "dgrad_f32": 2, "wgra
 
 
 class Library:
-    """One build of uniep's grouped GEMM."""
+    """One build of uniep's grouped GEMM with one setting."""
 
-    def __init__(self, path):
+    def __init__(self, spec):
+        path, *settings = spec.split(":")
+        values = {"band": "8", "sms": "0", "walk": "tickets"} | dict(
+            setting.split("=") for setting in settings)
+        self.launch = (int(values["sms"]), int(values["band"]))
+        self.tickets = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.draws = values["walk"] == "tickets"
         self.call = ctypes.CDLL(path).uniep_grouped_gemm
         p, i, q = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        self.call.argtypes = [i, i, i, p, p, i, q, q, q, p, p, p, p, p, p, p, i, i]
+        self.call.argtypes = [i, i, i, p, p, i, q, q, q, p, p, p, p, p, p, p, i, i, p]
         self.call.restype = ctypes.c_char_p
 
-    def bind(self, op, case, num_sms, band):
-        args = case.arguments(op) + (torch.cuda.current_stream().cuda_stream, num_sms, band)
+    def bind(self, op, case):
+        args = case.arguments(op) + (torch.cuda.current_stream().cuda_stream,) + self.launch + (
+            self.tickets.data_ptr() if self.draws else None,)
 
         def run():
             error = self.call(*args)
@@ -146,7 +155,7 @@ def time_interleaved(impls, rounds, batch_ms):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lib", action="append", required=True, metavar="NAME=PATH[:band[:sms]]")
+    parser.add_argument("--lib", action="append", required=True, metavar="NAME=PATH[:SETTING]")
     parser.add_argument("--shapes", default="qwen3-30b-a3b,qwen3-235b-a22b,deepseek-v3,mixtral-8x7b,"
                         "deepseek-v2-lite")
     parser.add_argument("--ops", default="fprop,dgrad,wgrad")
@@ -160,9 +169,8 @@ def main():
     args = parser.parse_args()
     libraries = {}
     for spec in args.lib:
-        name, rest = spec.split("=")
-        path, band, sms = (rest.split(":") + ["8", "0"])[:3] if ":" in rest else (rest, "8", "0")
-        libraries[name] = (Library(path), int(band), int(sms))
+        name, path = spec.split("=", 1)
+        libraries[name] = Library(path)
     names = list(libraries) + ([] if args.no_peers else ["torch", "cublas"])
     records = []
     print(f"{args.rows} rows, TFLOP/s over gemm1 and gemm2 (median ms of each)")
@@ -177,8 +185,7 @@ def main():
                 for op in args.ops.split(","):
                     if OPS[op] == 1 and gemm == "gemm2":
                         continue
-                    impls = {name: lib.bind(op, case, sms, band)
-                             for name, (lib, band, sms) in libraries.items()}
+                    impls = {name: lib.bind(op, case) for name, lib in libraries.items()}
                     if not args.no_peers:
                         impls |= {"torch": case.torch_grouped(op), "cublas": case.dense(op)}
                     times = time_interleaved(impls, args.rounds, args.batch_ms)

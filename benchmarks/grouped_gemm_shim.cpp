@@ -15,7 +15,7 @@ extern "C" __attribute__((visibility("default"))) const char* uniep_grouped_gemm
     int op, int f32_out, int accumulate, const std::int64_t* starts, const std::int64_t* rows,
     int num_experts, std::int64_t capacity, std::int64_t n, std::int64_t k, const void* x,
     const void* d_y, const void* w, void* out, void* h, const float* row_weights, void* stream,
-    int num_sms, int band) {
+    int num_sms, int band, std::uint32_t* tickets) {
   thread_local char text[512];
   const uniep::cuda::GroupedGemm problem{.n = n,
                                          .k = k,
@@ -30,7 +30,7 @@ extern "C" __attribute__((visibility("default"))) const char* uniep_grouped_gemm
     uniep::cuda::run_grouped_gemm(static_cast<GemmOp>(op), ElementType::bf16,
                                   f32_out != 0 ? ElementType::f32 : ElementType::bf16,
                                   {starts, rows, num_experts, capacity}, {&problem, 1},
-                                  {static_cast<cudaStream_t>(stream), num_sms, band});
+                                  {static_cast<cudaStream_t>(stream), num_sms, band, tickets});
   } catch (const std::exception& error) {
     std::strncpy(text, error.what(), sizeof(text) - 1);
     return text;

@@ -242,6 +242,7 @@ void run_grouped_gemm(GemmOp op, ElementType operand_type, ElementType out_type,
   }
   args.expert_starts = experts.starts;
   args.expert_rows = experts.rows;
+  args.tickets = launch.tickets;
   args.num_problems = static_cast<int>(problems.size());
   args.num_experts = experts.num_experts;
   const cudaError_t error = launch_kernel(op, out_type, args, num_blocks, launch.stream);

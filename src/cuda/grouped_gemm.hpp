@@ -55,6 +55,11 @@ struct GemmLaunch {
   cudaStream_t stream = nullptr;
   int num_sms = 0;  // at most; 0 takes all. Blocks come in clusters of two
   int band = 8;     // n tiles that are walked together, for the L2 cache; changes no bits
+  // A counter in device memory from which clusters draw their tiles: 0 before a launch, and 0 again
+  // after it, so that launches that follow each other can share it, graph replays included. Without
+  // one each cluster takes tiles in a fixed stride, which is slower where experts differ in rows.
+  // Changes no bits.
+  std::uint32_t* tickets = nullptr;
 };
 
 // All problems of one call share op, types and experts, and are one launch. Operands are bf16; out

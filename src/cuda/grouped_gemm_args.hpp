@@ -67,6 +67,7 @@ struct KernelArgs {
   Problem problems[kMaxProblems];
   const std::int64_t* expert_starts;  // [num_experts], multiples of 64
   const std::int64_t* expert_rows;    // [num_experts]
+  std::uint32_t* tickets;             // counter of drawn tickets, or nullptr for a fixed stride
   int num_problems;
   int num_experts;
 };

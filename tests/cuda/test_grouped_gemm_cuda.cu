@@ -196,25 +196,32 @@ std::string describe(const char* op, std::int64_t n, std::int64_t k, const Layou
   return text + (layout.rows.size() > 9 ? " ..." : "");
 }
 
-// The schedule must change no bits.
-const GemmLaunch kSchedules[] = {{.num_sms = 2, .band = 1},
-                                 {.num_sms = 46, .band = 3},
-                                 {.num_sms = 130, .band = 1},
-                                 {.band = 64}};
+// The schedule must change no bits, and a launch must leave its ticket counter at 0.
+struct ScheduleCase {
+  int num_sms, band;
+  bool tickets;
+};
+constexpr ScheduleCase kSchedules[] = {{2, 1, false},  {2, 8, true},   {46, 3, true},
+                                       {130, 1, true}, {0, 64, false}, {0, 8, true}};
 
 template <typename T>
 void check_schedules(Report& report, GemmOp op, ElementType type, const Experts& experts,
                      GroupedGemm problem, const Buffer<T>& out, const std::string& what) {
   const Buffer<T> other(out.count());
-  std::uint64_t differences = 0;
-  for (const GemmLaunch& launch : kSchedules) {
+  const Buffer<std::uint32_t> tickets(std::vector<std::uint32_t>{0});
+  std::uint64_t differences = 0, left_tickets = 0;
+  for (const ScheduleCase& schedule : kSchedules) {
     other.poison();
     problem.out = other.get();
     problem.h = nullptr;
-    run(op, type, experts, problem, launch);
+    run(op, type, experts, problem,
+        {.num_sms = schedule.num_sms,
+         .band = schedule.band,
+         .tickets = schedule.tickets ? tickets.get() : nullptr});
     differences += count_differences(out.get(), other.get(), out.count());
+    left_tickets += tickets.download()[0];
   }
-  report.check(differences == 0, what + ": same bits for 4 other schedules");
+  report.check(differences == 0 && left_tickets == 0, what + ": same bits for 6 other schedules");
 }
 
 void test_fprop(Report& report, const Layout& layout, std::int64_t n, std::int64_t k) {
@@ -406,6 +413,52 @@ void test_table(Report& report) {
   report.check(differences == 0, "three problems in one launch have the bits of three launches");
 }
 
+// Launches that follow each other share a ticket counter, also when a graph replays them.
+void test_graph(Report& report) {
+  const Experts experts(make_layout({700, 0, 65, 1300}));
+  constexpr std::int64_t kN = 768, kK = 512;
+  const std::int64_t capacity = experts.layout.capacity;
+  const Buffer<bf16> x(capacity * kK), w(4 * kN * kK), y(capacity * kN), d_w(4 * kN * kK);
+  const Buffer<bf16> expected_y(y.count()), expected_d_w(d_w.count());
+  const Buffer<std::uint32_t> tickets(std::vector<std::uint32_t>{0});
+  fill_rows(x, experts, kK, 31, Padding::zero);
+  fill_random(w, 32);
+  GroupedGemm fprop{.n = kN, .k = kK, .x = x.get(), .w = w.get(), .out = expected_y.get()};
+  run(GemmOp::fprop, ElementType::bf16, experts, fprop);
+  GroupedGemm wgrad{
+      .n = kN, .k = kK, .x = x.get(), .d_y = expected_y.get(), .out = expected_d_w.get()};
+  run(GemmOp::wgrad, ElementType::bf16, experts, wgrad);
+  fprop.out = y.get();
+  wgrad.d_y = y.get();
+  wgrad.out = d_w.get();
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  UNIEP_CUDA_CHECK(cudaStreamCreate(&stream));
+  UNIEP_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  const GemmLaunch launch{.stream = stream, .tickets = tickets.get()};
+  run_grouped_gemm(GemmOp::fprop, ElementType::bf16, ElementType::bf16, experts.view(), {&fprop, 1},
+                   launch);
+  run_grouped_gemm(GemmOp::wgrad, ElementType::bf16, ElementType::bf16, experts.view(), {&wgrad, 1},
+                   launch);
+  UNIEP_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+  UNIEP_CUDA_CHECK(cudaGraphInstantiate(&replay, graph, 0));
+  std::uint64_t differences = 0;
+  for (int i = 0; i < 20; ++i) {
+    UNIEP_CUDA_CHECK(cudaMemsetAsync(y.get(), 0, static_cast<std::size_t>(y.count()) * 2, stream));
+    UNIEP_CUDA_CHECK(
+        cudaMemsetAsync(d_w.get(), 0xFF, static_cast<std::size_t>(d_w.count()) * 2, stream));
+    UNIEP_CUDA_CHECK(cudaGraphLaunch(replay, stream));
+    UNIEP_CUDA_CHECK(cudaStreamSynchronize(stream));
+    differences += count_differences(d_w.get(), expected_d_w.get(), d_w.count());
+  }
+  report.check(differences == 0 && tickets.download()[0] == 0,
+               "20 replays of a graph that shares one ticket counter have the same bits");
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
 // Products of a row index and a width past 2^31, in every operand and output.
 void test_large(Report& report) {
   const Layout layout = make_layout({37, 299'900, 101});
@@ -439,6 +492,35 @@ void test_large(Report& report) {
   wgrad.report(report, "wgrad past 2^31 elements of x");
 }
 
+// The same for weights and their gradients: 2.2e9 elements, of which the last expert's are checked.
+void test_large_weights(Report& report) {
+  constexpr std::int64_t kN = 7168, kK = 2048, kExperts = 150;
+  std::vector<std::int64_t> rows(kExperts, 1);
+  rows[0] = 0;
+  rows[kExperts - 1] = 70;
+  const Experts experts(make_layout(rows));
+  const std::int64_t last = experts.layout.starts[kExperts - 1];
+  const auto checked = static_cast<unsigned>(experts.layout.capacity - last);
+  const Buffer<bf16> x(experts.layout.capacity * kK), y(experts.layout.capacity * kN);
+  const Buffer<bf16> w(kExperts * kN * kK);
+  const Finding fprop, wgrad;
+  fill_rows(x, experts, kK, 41, Padding::zero);
+  fill_random(w, 42);
+  y.poison();
+  GroupedGemm p{.n = kN, .k = kK, .x = x.get(), .w = w.get(), .out = y.get()};
+  run(GemmOp::fprop, ElementType::bf16, experts, p);
+  check_rows_kernel<<<checked, 256>>>(y.get(), x.get(), w.get(), experts.owner.get(), last, kN, kK,
+                                      kK, 1, fprop.get());
+  fprop.report(report, "fprop past 2^31 elements of w");
+  w.poison();
+  p = {.n = kN, .k = kK, .x = x.get(), .d_y = y.get(), .out = w.get()};
+  run(GemmOp::wgrad, ElementType::bf16, experts, p);
+  check_grad_kernel<<<dim3(kN / 512, 1), 256>>>(
+      w.get() + (kExperts - 1) * kN * kK, y.get(), x.get(), experts.starts.get() + kExperts - 1,
+      experts.rows.get() + kExperts - 1, kN, kK, 512, wgrad.get());
+  wgrad.report(report, "wgrad past 2^31 elements of its output");
+}
+
 void test_refusals(Report& report) {
   const Buffer<bf16> memory(1 << 16);
   for (const Refusal& refusal : try_refusals(memory.get())) {
@@ -463,6 +545,7 @@ int main(int argc, char** argv) {
   }
   test_other_rows(report);
   test_table(report);
+  test_graph(report);
   test_refusals(report);
   if (!quick) {
     const Layout tall = make_layout({5000, 3, 0, 2048, 1777});
@@ -477,6 +560,7 @@ int main(int argc, char** argv) {
     test_fprop(report, make_layout({0, 0, 0}), 128, 64);
     test_wgrad(report, make_layout({0, 0, 0}), 128, 64);
     test_large(report);
+    test_large_weights(report);
   }
   return report.finish();
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The grouped GEMM kernel: persistent clusters of two blocks; in each block one warpgroup loads and
-// two multiply and drain. No host knows the row counts: the tile walk reads them on the device.
+// The grouped GEMM kernel: persistent clusters of two blocks; in each block one warpgroup loads
+// (and, in the first, draws the tickets of tiles) and two multiply and drain. No host knows the row
+// counts: the tile walk reads them on the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,6 +25,11 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), 2 * 4 * kNumConsumers);
     }
+    for (int slot = 0; slot < kNumTickets; ++slot) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.ticket_full[slot]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.ticket_read[slot]), 2 * 4 * kNumConsumers);
+    }
+    ptx::mbarrier_init(ptx::shared_address(&shared.ticket_wanted), 2);
     ptx::mbarrier_init_fence();
   }
 }
@@ -36,21 +42,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   init_barriers(shared);
-  count_groups<kConfig>(args, shared.group_ends);
-  ptx::cluster_sync();  // barriers and counts stand, in both blocks
+  fill_groups<kConfig>(args, shared.groups);
+  ptx::cluster_sync();  // barriers and groups stand, in both blocks
 
   const int block_rank = static_cast<int>(ptx::cluster_block_rank());
-  const TileWalk<kConfig> walk{args, shared.group_ends, blockIdx.x / 2, gridDim.x / 2, block_rank};
+  const TileReader<kConfig> reader{shared, {args, shared.groups, block_rank}, {}};
   // The same in all lanes, and the compiler shall know it.
   const int warpgroup = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == kNumConsumers) {
     ptx::setmaxnreg_dec<kLoaderRegisters>();
-    if (threadIdx.x % 128 < 32 && ptx::elect_one()) {
-      load_role<kConfig>(args, shared, walk, block_rank);
+    const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x % 128 / 32), 0);
+    if (warp == 0 && ptx::elect_one()) {
+      load_role<kConfig>(args, shared, reader, block_rank);
+    } else if (warp == 1 && block_rank == 0 && ptx::elect_one()) {
+      draw_role<kConfig>(args, shared, blockIdx.x / 2, gridDim.x / 2);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume_role<kConfig>(args, shared, walk, warpgroup);
+    consume_role<kConfig>(args, shared, reader, warpgroup);
   }
   ptx::cluster_sync();  // the peer may still write into this block's stages and barriers
 }

@@ -13,6 +13,8 @@ inline constexpr int kBoxesA = kTileM / 64;
 inline constexpr int kBoxesB = kTileN / 64;
 inline constexpr int kNumConsumers = 2;       // warpgroups that multiply
 inline constexpr int kNumStagingBuffers = 2;  // per consumer, each one box
+inline constexpr int kNumHeldStages = 2;      // whose A boxes a consumer stages through besides
+inline constexpr int kNumTickets = 2;
 
 struct alignas(1024) SharedStorage {
   struct PipeStage {
@@ -26,7 +28,17 @@ struct alignas(1024) SharedStorage {
   // and by multicast in the peer.
   alignas(8) std::uint64_t full[kNumPipeStages];
   std::uint64_t empty[kNumPipeStages];
-  std::uint32_t group_ends[kMaxGroups];
+  // Tickets of the tiles that this cluster takes, a ring of two.
+  // ticket_full: the drawing thread of block 0 has sent the ticket here.
+  // ticket_wanted, in block 0: the loaders of both blocks are near the end of their tile.
+  // ticket_read, in block 0: every consumer warp of both blocks knows the ticket.
+  std::uint64_t ticket_full[kNumTickets];
+  std::uint64_t ticket_read[kNumTickets];
+  std::uint64_t ticket_wanted;
+  std::uint32_t tickets[kNumTickets];
+  // With token rows on n: running count of cluster tiles by group. Otherwise: experts in the order
+  // of the walk.
+  std::uint32_t groups[kMaxGroups];
 };
 static_assert(sizeof(SharedStorage) <= 232448, "an SM lends a block 227 KiB");
 

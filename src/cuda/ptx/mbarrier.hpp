@@ -35,6 +35,26 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t cluster_ba
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
 
+// `count` such arrivals in one.
+__device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t cluster_barrier,
+                                                        std::uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(cluster_barrier), "r"(count)
+               : "memory");
+}
+
+// Announces 4 bytes to a barrier of any block of the cluster, as one arrival, and sends them: a
+// wait on that barrier sees `value` at `cluster_address`, in the same block.
+__device__ __forceinline__ void mbarrier_send_cluster(std::uint32_t cluster_barrier,
+                                                      std::uint32_t cluster_address,
+                                                      std::uint32_t value) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], 4;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%1], %2, [%0];" ::"r"(
+          cluster_barrier),
+      "r"(cluster_address), "r"(value)
+      : "memory");
+}
+
 // Returns once the phase with this parity has completed (acquire, block scope): what its bulk
 // copies wrote is visible. Only for barriers whose arrivals come from this kernel's own roles;
 // waits on other ranks are bounded and live elsewhere.
@@ -50,6 +70,12 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
+  std::uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 
 }  // namespace uniep::cuda::ptx

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue role: from a warpgroup's accumulator through a small ring of staging buffers to
-// global memory by TMA. Token rows are stored in blocks of 64, which start where the 64-row
-// alignment of experts says: rows past the expert's last are stored as zeros up to the next
-// multiple of 64, and nothing beyond is touched.
+// The epilogue role: from a warpgroup's accumulator through a small ring of boxes to global
+// memory by TMA: the A boxes of the tile's last stages, then the staging buffers. Token rows are
+// stored in blocks of 64, which start where the 64-row alignment of experts says: rows past the
+// expert's last are stored as zeros up to the next multiple of 64, and nothing beyond is touched.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@
 #include "cuda/ptx/stmatrix.hpp"
 #include "cuda/ptx/tma.hpp"
 #include "cuda/roles/gemm_multiply.cuh"
+#include "cuda/sched/tickets.cuh"
 #include "cuda/sched/tile_walk.cuh"
 
 namespace uniep::cuda {
@@ -26,23 +27,42 @@ struct Drain {
   int consumer;
   int warp;  // 0 to 3
   int lane;
-  int buffer = 0;
+  HeldStages held;
+  int box = 0;        // the next one in the ring
+  int num_taken = 0;  // of this tile
 
-  __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
+  [[nodiscard]] __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + consumer, 128); }
 
-  // The next buffer, once the copies that last read it are done. Only the leader issues copies.
+  // A tile's first box is free: give_back() has waited for the copies of the tile before.
+  __device__ __forceinline__ void begin_tile() { box = num_taken = 0; }
+
+  // The next box, once the copies that last read it are done. Only the leader issues copies.
   __device__ __forceinline__ std::uint32_t acquire() {
-    if (is_leader()) ptx::tma_wait_read<kNumStagingBuffers - 1>();
-    sync();
-    return ptx::shared_address(shared.staging[consumer][buffer]);
+    if (num_taken >= kNumStagingBuffers + held.count) {
+      if (is_leader()) {
+        if (held.count == kNumHeldStages) {
+          ptx::tma_wait_read<kNumStagingBuffers + kNumHeldStages - 1>();
+        } else {
+          ptx::tma_wait_read<kNumStagingBuffers - 1>();
+        }
+      }
+      sync();
+    } else if (num_taken == 0) {
+      sync();  // with the leader's wait, and with the products of all warps that read the box
+    }
+    ++num_taken;
+    if (box < held.count) {
+      return ptx::shared_address(shared.stages[(held.first + box) % kNumPipeStages].a[consumer]);
+    }
+    return ptx::shared_address(shared.staging[consumer][box - held.count]);
   }
 
-  // After this the leader may copy from the buffer that acquire() gave, and must tma_commit() once.
+  // After this the leader may copy from the box that acquire() gave, and must tma_commit() once.
   __device__ __forceinline__ void publish() {
     ptx::fence_proxy_async_shared();
     sync();
-    buffer = (buffer + 1) % kNumStagingBuffers;
+    box = box + 1 == kNumStagingBuffers + held.count ? 0 : box + 1;
   }
 };
 
@@ -264,7 +284,9 @@ __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile&
   if constexpr (kConfig.epilogue == Epilogue::rows_swiglu) {
     weights.load(problem.row_weights, tile, drain.lane);
   }
-  multiply_tile<kConfig, kN>(shared, acc, cursor, tile.num_k_tiles, drain.consumer, drain.lane);
+  multiply_tile<kConfig, kN>(shared, acc, cursor, drain.held, tile.num_k_tiles, drain.consumer,
+                             drain.warp, drain.lane);
+  drain.begin_tile();
   if constexpr (kConfig.epilogue == Epilogue::rows_bf16) {
     store_rows_bf16<kN>(problem, tile, acc, drain);
   } else if constexpr (kConfig.epilogue == Epilogue::rows_f32) {
@@ -282,13 +304,14 @@ __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile&
 // along a swizzled row, in whole boxes.
 template <KernelConfig kConfig>
 __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStorage& shared,
-                                             TileWalk<kConfig> walk, int consumer) {
+                                             TileReader<kConfig> reader, int consumer) {
   constexpr int kStep = kConfig.b == ptx::Major::k ? 32 : 64;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  Drain drain{shared, consumer, static_cast<int>(threadIdx.x / 32 % 4), lane};
+  Drain drain{shared, consumer, static_cast<int>(threadIdx.x / 32 % 4), lane, {}};
   PipeCursor cursor;
   Tile tile;
-  while (walk.next(tile)) {
+  while (reader.next(tile)) {
+    reader.release(lane);
     const Problem& problem = args.problems[tile.problem];
     const bool active = tile.m0 + 64 * consumer < problem.m_extent;
     switch (active && tile.num_n > 0 ? ceil_div(tile.num_n, kStep) * kStep : 0) {
@@ -308,6 +331,7 @@ __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStora
       UNIEP_CASE(256);
 #undef UNIEP_CASE
       default:
+        drain.held.give_back(shared, drain.is_leader());
         skip_tile(shared, cursor, tile.num_k_tiles, lane);
     }
   }

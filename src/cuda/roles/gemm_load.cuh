@@ -10,6 +10,7 @@
 #include "cuda/kernels/unroll.hpp"
 #include "cuda/ptx/mbarrier.hpp"
 #include "cuda/ptx/tma.hpp"
+#include "cuda/sched/tickets.cuh"
 #include "cuda/sched/tile_walk.cuh"
 
 namespace uniep::cuda {
@@ -44,7 +45,8 @@ __device__ __forceinline__ void load_gate_up_box(std::uint32_t destination, cons
 
 template <KernelConfig kConfig>
 __device__ __forceinline__ void load_tile(const KernelArgs& args, SharedStorage& shared,
-                                          const Tile& tile, PipeCursor& cursor, int block_rank) {
+                                          TileReader<kConfig>& reader, const Tile& tile,
+                                          PipeCursor& cursor, int block_rank) {
   const Problem& problem = args.problems[tile.problem];
   const int boxes_a = min(kBoxesA, ceil_div(problem.m_extent - tile.m0, 64));
   const int boxes_b = max(0, ceil_div(tile.num_n, 64));
@@ -52,7 +54,10 @@ __device__ __forceinline__ void load_tile(const KernelArgs& args, SharedStorage&
   const int n_first = tile.n0 + (kConfig.rows_on_n() ? tile.row_start : 0);
   const int k_first = kConfig.rows_on_n() ? 0 : tile.row_start;
   const int expert = kConfig.rows_on_n() ? tile.expert : 0;
+  const int want_at = max(0, tile.num_k_tiles - kWantAhead);
+  if (tile.num_k_tiles == 0) reader.want_next();
   UNIEP_NO_UNROLL for (int k_tile = 0; k_tile < tile.num_k_tiles; ++k_tile) {
+    if (k_tile == want_at) reader.want_next();
     const int k = k_first + k_tile * kTileK;
     SharedStorage::PipeStage& stage = shared.stages[cursor.stage];
     const std::uint32_t full = ptx::shared_address(&shared.full[cursor.stage]);
@@ -79,10 +84,10 @@ __device__ __forceinline__ void load_tile(const KernelArgs& args, SharedStorage&
 
 template <KernelConfig kConfig>
 __device__ __forceinline__ void load_role(const KernelArgs& args, SharedStorage& shared,
-                                          TileWalk<kConfig> walk, int block_rank) {
+                                          TileReader<kConfig> reader, int block_rank) {
   PipeCursor cursor;
   Tile tile;
-  while (walk.next(tile)) load_tile<kConfig>(args, shared, tile, cursor, block_rank);
+  while (reader.next(tile)) load_tile<kConfig>(args, shared, reader, tile, cursor, block_rank);
 }
 
 }  // namespace uniep::cuda
