@@ -21,11 +21,11 @@ struct Config {
   std::int64_t ffn = 96;       // inner width F of an expert
   std::int64_t experts = 8;    // E
   std::int64_t topk = 2;       // k
-  std::int64_t context = 16;   // bytes seen by a prediction
+  std::int64_t context = 8;    // bytes seen by a prediction
   std::int64_t sequence = 64;  // predictions in a sequence, which is also the chunk of gradients
   std::int64_t batch = 32;     // sequences in a step, over all ranks
   std::int64_t seed = 1;
-  double learning_rate = 4e-3;
+  double learning_rate = 1e-2;
 
   friend bool operator==(const Config&, const Config&) = default;
 };
