@@ -27,6 +27,7 @@ void add_run(CLI::App& app, Run& run);
 void add_verify(CLI::App& app, Run& run);
 void add_bench(CLI::App& app, Run& run);
 void add_trace(CLI::App& app, Run& run);
+void add_train(CLI::App& app, Run& run);
 
 // A number with its range and, unless `default_text` replaces it, its default in the help text.
 // Anything else than a decimal number inside the range is refused.
