@@ -9,8 +9,8 @@ build="g++ make cmake ninja-build pkg-config python3 libfmt-dev libcli11-dev nlo
 case "${1:-build}" in
   build) packages=$build ;;
   extra) packages="$build clang-format-14 git" ;;
-  bench) packages="$build libdnnl-dev" ;;
-  nightly) packages="$build clang-tidy-16 libdnnl-dev git" ;;
+  bench) packages="$build libdnnl-dev ocl-icd-opencl-dev" ;;
+  nightly) packages="$build clang-tidy-16 git" ;;
   *) echo "usage: .ci/packages.sh [build|extra|bench|nightly]" >&2; exit 2 ;;
 esac
 

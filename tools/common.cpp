@@ -226,7 +226,7 @@ nlohmann::json machine_info() {
           {"cores", std::thread::hardware_concurrency()},
           {"memory_bytes", pages * ::sysconf(_SC_PAGESIZE)},
           {"available_bytes", available_bytes()},
-          {"gemm_instruction_set", cpu::gemm_instruction_set()},
+          {"gemm_instruction_set", cpu::to_string(cpu::best_instruction_set())},
           {"compiler", __VERSION__},
           {"build", UNIEP_BUILD_TYPE},
           {"commit", UNIEP_COMMIT},

@@ -17,9 +17,12 @@
 namespace uniep::cpu {
 namespace {
 
-constexpr std::int64_t kPanelM = 6;     // rows of the register block
-constexpr std::int64_t kPanelN = 16;    // columns of the register block
-constexpr std::int64_t kBlockK = 256;   // a panel of b is 16 KiB, half of L1
+// Rows and columns of the register block.
+constexpr std::int64_t kPanelM = 6;
+constexpr std::int64_t kPanelN = 16;
+constexpr std::int64_t kWidePanelM = 12;  // AVX-512: 24 of its 32 registers accumulate
+constexpr std::int64_t kWidePanelN = 32;
+constexpr std::int64_t kBlockK = 256;   // a panel of b is 16 or 32 KiB, within L1
 constexpr std::int64_t kPackSlack = 8;  // floats that packing may write past the last panel
 
 // Panels of kWidth along i: out[panel][k][kWidth], zero-filled beyond `count`. May write up to
@@ -55,6 +58,7 @@ void kernel_generic(const float* a, const float* b, std::int64_t k, float* c, st
 
 #if defined(__x86_64__)
 #define UNIEP_AVX2 __attribute__((target("avx2,fma")))
+#define UNIEP_AVX512 __attribute__((target("avx512f")))
 
 UNIEP_AVX2 inline __m256 load8(const float* from) { return _mm256_loadu_ps(from); }
 UNIEP_AVX2 inline __m256 load8(const Bf16* from) {
@@ -86,7 +90,7 @@ UNIEP_AVX2 inline void transpose8(__m256 (&r)[8]) {
 }
 
 // Lines [0, kLines) of `source`, k elements each, become columns of out[k][kWidth]. A store may
-// reach past its kLines columns: what lies there is written later.
+// reach past its kLines columns: what lies there must be written later.
 template <std::int64_t kWidth, int kLines, typename S>
 UNIEP_AVX2 inline void pack_lines(const S* source, std::int64_t stride, std::int64_t k,
                                   float* out) {
@@ -109,7 +113,6 @@ UNIEP_AVX2 inline void pack_lines(const S* source, std::int64_t stride, std::int
 template <std::int64_t kWidth, typename S>
 UNIEP_AVX2 void pack_avx2(const S* data, std::int64_t stride, std::int64_t k_stride,
                           std::int64_t count, std::int64_t k, float* out) {
-  static_assert(kWidth == kPanelM || kWidth == kPanelN);
   const std::int64_t whole = (stride == 1 || k_stride == 1) ? count / kWidth * kWidth : 0;
   for (std::int64_t first = 0; first < whole; first += kWidth, out += k * kWidth) {
     const S* source = data + first * stride;
@@ -119,11 +122,16 @@ UNIEP_AVX2 void pack_avx2(const S* data, std::int64_t stride, std::int64_t k_str
           out[p * kWidth + i] = widen(source[p * k_stride + i]);
         }
       }
-    } else if constexpr (kWidth == kPanelN) {
-      pack_lines<kWidth, 8>(source, stride, k, out);
-      pack_lines<kWidth, 8>(source + 8 * stride, stride, k, out + 8);
     } else {
-      pack_lines<kWidth, kPanelM>(source, stride, k, out);
+      // The last columns first: their stores reach into the next row's first ones.
+      constexpr std::int64_t kRest = kWidth % 8;
+      if constexpr (kRest > 0) {
+        pack_lines<kWidth, kRest>(source + (kWidth - kRest) * stride, stride, k,
+                                  out + kWidth - kRest);
+      }
+      for (std::int64_t i = 0; i + 8 <= kWidth; i += 8) {
+        pack_lines<kWidth, 8>(source + i * stride, stride, k, out + i);
+      }
     }
   }
   pack_generic<kWidth>(data + whole * stride, stride, k_stride, count - whole, k, out);
@@ -153,16 +161,32 @@ UNIEP_AVX2 void kernel_avx2(const float* a, const float* b, std::int64_t k, floa
     _mm256_storeu_ps(c + i * ldc + 8, acc[i][1]);
   }
 }
-#endif
 
-bool has_avx2() {
-#if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has;
-#else
-  return false;
-#endif
+UNIEP_AVX512 void kernel_avx512(const float* a, const float* b, std::int64_t k, float* c,
+                                std::int64_t ldc, bool first) {
+  __m512 acc[kWidePanelM][2];
+#pragma GCC unroll 12
+  for (int i = 0; i < kWidePanelM; ++i) {
+    acc[i][0] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + i * ldc);
+    acc[i][1] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + i * ldc + 16);
+  }
+  for (std::int64_t p = 0; p < k; ++p) {
+    const __m512 b0 = _mm512_loadu_ps(b + p * kWidePanelN);
+    const __m512 b1 = _mm512_loadu_ps(b + p * kWidePanelN + 16);
+#pragma GCC unroll 12
+    for (int i = 0; i < kWidePanelM; ++i) {
+      const __m512 x = _mm512_set1_ps(a[p * kWidePanelM + i]);
+      acc[i][0] = _mm512_fmadd_ps(x, b0, acc[i][0]);
+      acc[i][1] = _mm512_fmadd_ps(x, b1, acc[i][1]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < kWidePanelM; ++i) {
+    _mm512_storeu_ps(c + i * ldc, acc[i][0]);
+    _mm512_storeu_ps(c + i * ldc + 16, acc[i][1]);
+  }
 }
+#endif
 
 using Kernel = void (*)(const float* a, const float* b, std::int64_t k, float* c, std::int64_t ldc,
                         bool first);
@@ -170,32 +194,40 @@ template <typename S>
 using Pack = void (*)(const S* data, std::int64_t stride, std::int64_t k_stride, std::int64_t count,
                       std::int64_t k, float* out);
 
-// What the processor can do, chosen once a tile.
+// A register block with what packs for it and multiplies it.
 template <typename S>
-struct Functions {
-  Pack<S> pack_a = pack_generic<kPanelM, S>;
-  Pack<S> pack_b = pack_generic<kPanelN, S>;
-  Kernel kernel = kernel_generic;
+struct Block {
+  std::int64_t m, n;
+  Pack<S> pack_a, pack_b;
+  Kernel kernel;
 };
 
 template <typename S>
-Functions<S> functions() {
+Block<S> block_of(InstructionSet set) {
 #if defined(__x86_64__)
-  if (has_avx2()) return {pack_avx2<kPanelM, S>, pack_avx2<kPanelN, S>, kernel_avx2};
+  if (set == InstructionSet::avx512) {
+    return {kWidePanelM, kWidePanelN, pack_avx2<kWidePanelM, S>, pack_avx2<kWidePanelN, S>,
+            kernel_avx512};
+  }
+  if (set == InstructionSet::avx2) {
+    return {kPanelM, kPanelN, pack_avx2<kPanelM, S>, pack_avx2<kPanelN, S>, kernel_avx2};
+  }
 #endif
-  return {};
+  static_cast<void>(set);
+  return {kPanelM, kPanelN, pack_generic<kPanelM, S>, pack_generic<kPanelN, S>, kernel_generic};
 }
 
 // A block of c that is smaller than the kernel's goes through a full one.
-void run_edge(Kernel kernel, const float* a, const float* b, std::int64_t k, std::int64_t m,
+template <typename S>
+void run_edge(const Block<S>& block, const float* a, const float* b, std::int64_t k, std::int64_t m,
               std::int64_t n, float* c, std::int64_t ldc, bool first) {
-  alignas(32) float block[kPanelM * kPanelN] = {};
+  alignas(64) float whole[kWidePanelM * kWidePanelN] = {};
   const std::size_t bytes = static_cast<std::size_t>(n) * sizeof(float);
   for (std::int64_t i = 0; i < m && !first; ++i) {
-    std::memcpy(block + i * kPanelN, c + i * ldc, bytes);
+    std::memcpy(whole + i * block.n, c + i * ldc, bytes);
   }
-  kernel(a, b, k, block, kPanelN, first);
-  for (std::int64_t i = 0; i < m; ++i) std::memcpy(c + i * ldc, block + i * kPanelN, bytes);
+  block.kernel(a, b, k, whole, block.n, first);
+  for (std::int64_t i = 0; i < m; ++i) std::memcpy(c + i * ldc, whole + i * block.n, bytes);
 }
 
 std::int64_t round_up(std::int64_t value, std::int64_t step) {
@@ -204,9 +236,35 @@ std::int64_t round_up(std::int64_t value, std::int64_t step) {
 
 }  // namespace
 
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> sets = [] {
+    std::vector<InstructionSet> all{InstructionSet::generic};
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      all.push_back(InstructionSet::avx2);
+      if (__builtin_cpu_supports("avx512f")) all.push_back(InstructionSet::avx512);
+    }
+#endif
+    return all;
+  }();
+  return sets;
+}
+
+std::string to_string(InstructionSet set) {
+  switch (set) {
+    case InstructionSet::generic:
+      return "generic";
+    case InstructionSet::avx2:
+      return "avx2";
+    case InstructionSet::avx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
 template <typename S>
 void gemm_tile(MatrixView<S> a, MatrixView<S> b, std::int64_t m, std::int64_t n, std::int64_t k,
-               float* c, std::int64_t ldc, GemmScratch& scratch) {
+               float* c, std::int64_t ldc, GemmScratch& scratch, InstructionSet set) {
   if (k == 0) {
     for (std::int64_t i = 0; i < m; ++i) std::fill(c + i * ldc, c + i * ldc + n, 0.0F);
     return;
@@ -217,23 +275,23 @@ void gemm_tile(MatrixView<S> a, MatrixView<S> b, std::int64_t m, std::int64_t n,
       buffer.resize(static_cast<std::size_t>(floats));
     }
   };
-  grow(scratch.a, round_up(m, kPanelM) * block_k + kPackSlack);
-  grow(scratch.b, round_up(n, kPanelN) * block_k + kPackSlack);
-  const Functions<S> run = functions<S>();
+  const Block<S> block = block_of<S>(set);
+  grow(scratch.a, round_up(m, block.m) * block_k + kPackSlack);
+  grow(scratch.b, round_up(n, block.n) * block_k + kPackSlack);
   for (std::int64_t p = 0; p < k; p += kBlockK) {
     const std::int64_t depth = std::min(kBlockK, k - p);
-    run.pack_a(a.data + p * a.col_stride, a.row_stride, a.col_stride, m, depth, scratch.a.data());
-    run.pack_b(b.data + p * b.row_stride, b.col_stride, b.row_stride, n, depth, scratch.b.data());
-    for (std::int64_t j = 0; j < n; j += kPanelN) {
-      for (std::int64_t i = 0; i < m; i += kPanelM) {
+    block.pack_a(a.data + p * a.col_stride, a.row_stride, a.col_stride, m, depth, scratch.a.data());
+    block.pack_b(b.data + p * b.row_stride, b.col_stride, b.row_stride, n, depth, scratch.b.data());
+    for (std::int64_t j = 0; j < n; j += block.n) {
+      for (std::int64_t i = 0; i < m; i += block.m) {
         const float* pa = scratch.a.data() + i * depth;
         const float* pb = scratch.b.data() + j * depth;
-        float* block = c + i * ldc + j;
-        if (m - i >= kPanelM && n - j >= kPanelN) {
-          run.kernel(pa, pb, depth, block, ldc, p == 0);
+        float* corner = c + i * ldc + j;
+        if (m - i >= block.m && n - j >= block.n) {
+          block.kernel(pa, pb, depth, corner, ldc, p == 0);
         } else {
-          run_edge(run.kernel, pa, pb, depth, std::min(kPanelM, m - i), std::min(kPanelN, n - j),
-                   block, ldc, p == 0);
+          run_edge(block, pa, pb, depth, std::min(block.m, m - i), std::min(block.n, n - j), corner,
+                   ldc, p == 0);
         }
       }
     }
@@ -241,10 +299,8 @@ void gemm_tile(MatrixView<S> a, MatrixView<S> b, std::int64_t m, std::int64_t n,
 }
 
 template void gemm_tile<float>(MatrixView<float>, MatrixView<float>, std::int64_t, std::int64_t,
-                               std::int64_t, float*, std::int64_t, GemmScratch&);
+                               std::int64_t, float*, std::int64_t, GemmScratch&, InstructionSet);
 template void gemm_tile<Bf16>(MatrixView<Bf16>, MatrixView<Bf16>, std::int64_t, std::int64_t,
-                              std::int64_t, float*, std::int64_t, GemmScratch&);
-
-std::string gemm_instruction_set() { return has_avx2() ? "avx2" : "generic"; }
+                              std::int64_t, float*, std::int64_t, GemmScratch&, InstructionSet);
 
 }  // namespace uniep::cpu

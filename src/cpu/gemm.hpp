@@ -26,18 +26,24 @@ struct GemmScratch {
   std::vector<float> b;
 };
 
+enum class InstructionSet { generic, avx2, avx512 };
+
+// What this machine can run, the fastest last; bits are those of a plain loop with any of them.
+[[nodiscard]] const std::vector<InstructionSet>& instruction_sets();
+[[nodiscard]] inline InstructionSet best_instruction_set() { return instruction_sets().back(); }
+[[nodiscard]] std::string to_string(InstructionSet set);
+
 // c [m, n] (row stride ldc, float) = a [m, k] · b [k, n]; c is overwritten; k = 0 gives +0.
 template <typename S>
 void gemm_tile(MatrixView<S> a, MatrixView<S> b, std::int64_t m, std::int64_t n, std::int64_t k,
-               float* c, std::int64_t ldc, GemmScratch& scratch);
+               float* c, std::int64_t ldc, GemmScratch& scratch,
+               InstructionSet set = best_instruction_set());
 
 extern template void gemm_tile<float>(MatrixView<float>, MatrixView<float>, std::int64_t,
                                       std::int64_t, std::int64_t, float*, std::int64_t,
-                                      GemmScratch&);
+                                      GemmScratch&, InstructionSet);
 extern template void gemm_tile<Bf16>(MatrixView<Bf16>, MatrixView<Bf16>, std::int64_t, std::int64_t,
-                                     std::int64_t, float*, std::int64_t, GemmScratch&);
-
-// The instruction set the tile uses on this machine: "avx2" or "generic".
-[[nodiscard]] std::string gemm_instruction_set();
+                                     std::int64_t, float*, std::int64_t, GemmScratch&,
+                                     InstructionSet);
 
 }  // namespace uniep::cpu

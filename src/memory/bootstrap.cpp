@@ -303,8 +303,8 @@ void Bootstrap::join(const std::string& agreement) {
   if (!same_user(socket.get())) {
     throw_world("the socket of job '{}' belongs to another user", job_.name);
   }
-  send_packet(socket.get(),
-              {.kind = Kind::hello, .rank = job_.rank, .num_ranks = job_.num_ranks}, agreement);
+  send_packet(socket.get(), {.kind = Kind::hello, .rank = job_.rank, .num_ranks = job_.num_ranks},
+              agreement);
   ucred server{};
   socklen_t length = sizeof server;
   static_cast<void>(::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &server, &length));
@@ -346,9 +346,9 @@ SharedMemory Bootstrap::share(std::size_t bytes, const std::function<void(std::b
   auto packet = receive_packet(root.socket.get());
   if (!packet) throw_world("{}", lost_text(0, root.process));
   if (packet->header.kind == Kind::refusal) {
-    throw Error(packet->header.refusal,
-                fmt::format("rank {} stopped because the group was not made: {}", job_.rank,
-                            packet->text));
+    throw Error(
+        packet->header.refusal,
+        fmt::format("rank {} stopped because the group was not made: {}", job_.rank, packet->text));
   }
   if (packet->header.kind != Kind::memory || packet->descriptor.get() < 0) {
     throw_world("{}", lost_text(0, root.process));

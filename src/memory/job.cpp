@@ -54,7 +54,8 @@ std::string name_of_launch(const Launcher& launcher) {
     return fmt::format("torchrun {}:{} {} restart {}", text_of("MASTER_ADDR"), port,
                        text_of("TORCHELASTIC_RUN_ID"), text_of("TORCHELASTIC_RESTART_COUNT"));
   }
-  if (const auto name = text_of("PMIX_NAMESPACE"); !name.empty()) return fmt::format("mpi {}", name);
+  if (const auto name = text_of("PMIX_NAMESPACE"); !name.empty())
+    return fmt::format("mpi {}", name);
   // On one machine all ranks are children of the launcher's daemon.
   return fmt::format("mpi child of process {}", ::getppid());
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Processes that find each other by a job's name: the bits of threads; ranks that do not come, do
 // not agree or are killed are named by all others.
+#include "uniep/job.hpp"
+
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
@@ -17,7 +19,6 @@
 #include "base/rng.hpp"
 #include "cpu/group.hpp"
 #include "layer_support.hpp"
-#include "uniep/job.hpp"
 
 namespace uniep::test {
 namespace {
