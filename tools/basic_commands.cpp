@@ -60,11 +60,13 @@ int run_layer(const RunFlags& f) {
   const auto output = open_tensor_output(f.output);
   Report report(f.json);
   CaseResult result = run_case(data, options);
+  const RunMemory memory = memory_of_run(data, options);
   const auto hashes = hash_results(result);
   nlohmann::json json{{"schema", 1},
                       {"ranks", options.num_ranks},
                       {"schedule", to_string(options.schedule)},
-                      {"output", f.output}};
+                      {"output", f.output},
+                      {"memory_bytes", {{"tensors", memory.tensors}, {"buffers", memory.buffers}}}};
   for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
     json["hashes"][kResultNames[i]] = fmt::format("{:016x}", hashes[i]);
   }

@@ -117,20 +117,46 @@ RankSlice<S> slice_of(const Case& data, const RunOptions& options, const ResultS
   return slice;
 }
 
-// About what a run takes beside its case: results, what each rank keeps of its rows (every expert
-// is padded by up to 63 of them), and every rank's table of counts. The heap asks for its own.
-double run_bytes(const Case& data, const RunOptions& options) {
+cpu::GroupConfig config_of(const Case& data, const RunOptions& options) {
+  const std::vector<std::int64_t> tokens = tokens_of_ranks(data, options.num_ranks);
+  cpu::GroupConfig config;
+  config.shape = {.num_ranks = options.num_ranks,
+                  .num_experts = static_cast<int>(data.num_experts),
+                  .topk = static_cast<int>(data.topk),
+                  .hidden = data.hidden,
+                  .max_tokens = *std::max_element(tokens.begin(), tokens.end()),
+                  .element_bytes = static_cast<int>(dtype_bytes(data.dtype))};
+  config.schedule = options.schedule;
+  config.placement = make_contiguous_placement(config.shape.num_experts, options.num_ranks);
+  config.wait_bound = options.wait_bound;
+  config.before_task = options.before_task;
+  config.trace = options.trace;
+  config.job = options.job;
+  return config;
+}
+
+double result_bytes(const Case& data, const RunOptions& options) {
+  const auto rows = static_cast<double>(data.x.size());
+  if (!options.backward) return rows;
+  return 2 * rows + 4 * static_cast<double>(data.topk_ids.size()) +
+         12 * static_cast<double>(data.num_experts) * static_cast<double>(data.hidden) *
+             static_cast<double>(data.ffn);
+}
+
+// What ranks keep of their rows (every expert is padded by up to 63 of them), and every rank's
+// table of counts: x, h and a; for a backward d_out and d_h, and d_a where a split schedule stores
+// it.
+double private_bytes(const Case& data, const RunOptions& options) {
   const auto element = static_cast<double>(dtype_bytes(data.dtype));
-  const auto tokens = static_cast<double>(data.num_tokens);
   const auto hidden = static_cast<double>(data.hidden);
   const auto ffn = static_cast<double>(data.ffn);
   const auto experts = static_cast<double>(data.num_experts);
   const auto ranks = static_cast<double>(options.num_ranks);
-  const double rows = tokens * static_cast<double>(data.topk) + 63 * experts;
-  double bytes = element * (tokens * hidden + rows * (hidden + 3 * ffn)) + 24 * rows +
-                 16 * ranks * ranks * experts;
+  const double rows =
+      static_cast<double>(data.num_tokens) * static_cast<double>(data.topk) + 63 * experts;
+  double bytes = element * rows * (hidden + 3 * ffn) + 24 * rows + 16 * ranks * ranks * experts;
   if (options.backward) {
-    bytes += element * (tokens * hidden + rows * (hidden + 3 * ffn)) + 12 * experts * hidden * ffn;
+    bytes += element * rows * (hidden + 3 * ffn);
     if (options.schedule.fusion == Fusion::split) bytes += 4 * rows * ffn;
   }
   return bytes;
@@ -199,20 +225,9 @@ std::vector<TraceEvent> run_rank_of_job(
 template <typename S>
 CaseResult run_as(const Case& data, const RunOptions& options) {
   const std::vector<std::int64_t> tokens = tokens_of_ranks(data, options.num_ranks);
-  require_memory(run_bytes(data, options), fmt::format("the run on {} ranks", options.num_ranks));
-  cpu::GroupConfig config;
-  config.shape = {.num_ranks = options.num_ranks,
-                  .num_experts = static_cast<int>(data.num_experts),
-                  .topk = static_cast<int>(data.topk),
-                  .hidden = data.hidden,
-                  .max_tokens = *std::max_element(tokens.begin(), tokens.end()),
-                  .element_bytes = sizeof(S)};
-  config.schedule = options.schedule;
-  config.placement = make_contiguous_placement(config.shape.num_experts, options.num_ranks);
-  config.wait_bound = options.wait_bound;
-  config.before_task = options.before_task;
-  config.trace = options.trace;
-  config.job = options.job;
+  require_memory(result_bytes(data, options) + private_bytes(data, options),
+                 fmt::format("the run on {} ranks", options.num_ranks));
+  cpu::GroupConfig config = config_of(data, options);
 
   const std::size_t row_bytes = data.x.size();
   const std::size_t num_choices = options.backward ? size(data.num_tokens * data.topk) : 0;
@@ -327,6 +342,18 @@ std::vector<std::int64_t> tokens_of_ranks(const Case& data, int num_ranks) {
     tokens.push_back(share_size(data.num_tokens, num_ranks, rank));
   }
   return tokens;
+}
+
+RunMemory memory_of_run(const Case& data, const RunOptions& options) {
+  const cpu::GroupConfig config = config_of(data, options);
+  const HeapLayout layout(config.shape, config.schedule);
+  double tensors = static_cast<double>(data.x.size() + data.w1.size() + data.w2.size()) +
+                   8 * static_cast<double>(data.topk_ids.size()) + result_bytes(data, options);
+  if (options.backward) tensors += static_cast<double>(data.d_out->size());
+  return {
+      .tensors = tensors,
+      .buffers = private_bytes(data, options) + static_cast<double>(options.num_ranks) *
+                                                    static_cast<double>(layout.bytes_per_rank())};
 }
 
 CaseResult run_case(const Case& data, const RunOptions& options) {

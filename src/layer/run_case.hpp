@@ -21,4 +21,12 @@ struct ReferenceResult {
 };
 [[nodiscard]] ReferenceResult run_case_f64(const Case& data, bool backward);
 
+// What run_case needs, in bytes: the case and its results, and what is declared beside them, the
+// symmetric heap and what the ranks keep of their rows. Errors: as run_case for its options.
+struct RunMemory {
+  double tensors = 0;
+  double buffers = 0;
+};
+[[nodiscard]] RunMemory memory_of_run(const Case& data, const RunOptions& options);
+
 }  // namespace uniep
