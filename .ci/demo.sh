@@ -25,13 +25,14 @@ echo "equal"
 show verify --shape tiny --ranks 1,2,4,8 --schedules 50 --routing zipf:1.2
 show trace --shape tiny --ranks 4 -o demo/trace.json
 show train --ranks 4
+show train --steps 40 --report-every 40 --ranks 1 >demo/train-1.txt
+show train --steps 40 --report-every 40 --ranks 4 --schedule fusion=split,payload=choice \
+  >demo/train-4.txt
 echo
-echo "The same model for 40 steps, on 1 rank and on 4 with another schedule:"
-show train --steps 40 --report-every 40 --ranks 1 | tee demo/train-1.txt | tail -n 2
-show train --steps 40 --report-every 40 --ranks 4 --schedule fusion=split,payload=choice |
-  tee demo/train-4.txt | tail -n 2
-grep "^loss hash" demo/train-1.txt >demo/hash-1.txt
-grep "^loss hash" demo/train-4.txt >demo/hash-4.txt
+echo "The first 40 steps on 1 rank, and on 4 with another schedule:"
+for ranks in 1 4; do
+  grep "^loss hash" demo/train-$ranks.txt | tee demo/hash-$ranks.txt
+done
 cmp demo/hash-1.txt demo/hash-4.txt
 echo "equal"
 echo

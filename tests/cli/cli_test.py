@@ -228,7 +228,8 @@ class CliTest(unittest.TestCase):
     def test_version_and_help(self):
         self.assertRegex(self.ok("--version"), r"^uniep \d+\.\d+\.\d+\n$")
         commands = re.findall(r"^  ([a-z]+) ", self.ok("--help"), re.MULTILINE)
-        self.assertTrue({"info", "case", "run", "verify", "bench", "trace", "train"} <= set(commands))
+        expected = {"info", "case", "run", "verify", "bench", "trace", "train"}
+        self.assertTrue(expected <= set(commands))
         for command in commands:
             text = self.ok(command, "--help")
             self.assertIn("--json FILE", text)
@@ -711,7 +712,8 @@ class CliTest(unittest.TestCase):
     def test_train_prints_a_table(self):
         table = self.ok("train", "--text", self.write_text(), *self.SMALL, "--steps", 3,
                         "--report-every", 2, "--json", self.path("train.json"))
-        self.assertEqual(re.findall(r"^ +(\d+) +\d\.\d{4} ", table, re.MULTILINE), ["1", "2", "3"])
+        steps = re.findall(r"^ +(\d+) +\d\.\d{4} ", table, re.MULTILINE)
+        self.assertEqual(steps, ["1", "2", "3"])
         with open(self.path("train.json"), encoding="utf-8") as file:
             self.assertIn(f"loss hash {json.load(file)['loss_hash']} after 3 steps", table)
 

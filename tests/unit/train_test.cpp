@@ -206,7 +206,7 @@ TEST(TrainPieces, RouterTakesTheLikeliestAndTheLowerNumberOfEquals) {
 }
 
 TEST(TrainPieces, AdamWByHand) {
-  // Step 1: m = 0.1 g, v = 0.01 g², corrected to g and g², so that the direction is the sign of g.
+  // Step 1: m = 0.1 g and v = 0.01 g² are corrected to g and g²: the direction is the sign of g.
   const AdamWStep first(3.0, 1);
   EXPECT_FLOAT_EQ(first.rate, 0.1F);  // a thirtieth, still warming up
   EXPECT_FLOAT_EQ(AdamWStep(3.0, 30).rate, 3.0F);
