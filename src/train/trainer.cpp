@@ -22,10 +22,10 @@ namespace {
 
 // About what a run takes beside the model: a gradient a chunk, and activations.
 double run_bytes(const Config& c) {
-  const double tokens = static_cast<double>(c.batch * c.sequence);
-  const double per_token = static_cast<double>((2 * c.layers + 5) * c.hidden + kBytes +
-                                               2 * c.layers * (c.experts + 2 * c.topk) +
-                                               c.layers * c.topk * (c.hidden + 3 * c.ffn));
+  const auto tokens = static_cast<double>(c.batch * c.sequence);
+  const auto per_token = static_cast<double>((2 * c.layers + 5) * c.hidden + kBytes +
+                                             2 * c.layers * (c.experts + 2 * c.topk) +
+                                             c.layers * c.topk * (c.hidden + 3 * c.ffn));
   return 4 * (static_cast<double>(c.batch * dense_size(c)) + tokens * per_token +
               3.0 * static_cast<double>(c.layers * c.experts * c.hidden * c.ffn));
 }
