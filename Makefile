@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The commands people type. CMake does the building: see CMakePresets.json.
-#   make demo      build, run the layer on a sample case, prove its bits over ranks and schedules
+#   make demo      build, run the layer on a sample case, prove its bits, train a language model
 #   make test      release build and all tests
 #   make ci-extra  sanitizers, CUDA build where nvcc is found, install, examples, format
 #   make bench     CPU benchmarks, as ratios within one run

@@ -91,7 +91,8 @@ class Report {
 
 // Opens a tensor file for output; "-" is refused.
 [[nodiscard]] std::unique_ptr<OutputFile> open_tensor_output(const std::string& path);
-// Refuses two outputs of one name.
-void check_distinct(const std::string& output, const std::string& json);
+// Refuses one name for two files. The flags are those the names were given with.
+void check_distinct(const std::string& output, const std::string& json,
+                    const std::string& output_flag = "-o", const std::string& json_flag = "--json");
 
 }  // namespace uniep::tools

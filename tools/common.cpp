@@ -199,13 +199,15 @@ std::unique_ptr<OutputFile> open_tensor_output(const std::string& path) {
   return std::make_unique<OutputFile>("tensor file", path);
 }
 
-void check_distinct(const std::string& output, const std::string& json) {
+void check_distinct(const std::string& output, const std::string& json,
+                    const std::string& output_flag, const std::string& json_flag) {
   std::error_code ignored;
   const auto real = [&ignored](const std::string& path) {
     return std::filesystem::weakly_canonical(path, ignored);
   };
   if (json.empty() || json == "-" || output == "/dev/null" || real(output) != real(json)) return;
-  throw_invalid("-o and --json both name {}; give them different files", quote(json));
+  throw_invalid("{} and {} both name {}; give them different files", output_flag, json_flag,
+                quote(json));
 }
 
 nlohmann::json machine_info() {

@@ -104,7 +104,11 @@ int run_train(const Flags& f) {
   options.num_ranks = static_cast<int>(f.ranks);
   options.steps = f.steps;
   if (!f.checkpoint.empty()) {
-    check_distinct(f.checkpoint, f.json);
+    if (f.checkpoint == "-") {
+      throw_invalid("--checkpoint is '-', but one cannot go to standard output; give it a name");
+    }
+    check_distinct(f.checkpoint, f.json, "--checkpoint");
+    check_distinct(f.checkpoint, f.text, "--checkpoint", "--text");
     // Refuses a bad path before the work, not after it.
     OutputFile("checkpoint", f.checkpoint);
   }
@@ -130,8 +134,8 @@ int run_train(const Flags& f) {
       "model: {} MoE layers, hidden {}, ffn {}, {} experts, topk {}, context {}; {} weights\n",
       config.layers, config.hidden, config.ffn, config.experts, config.topk, config.context,
       train::dense_size(config) + config.layers * config.experts * 3 * config.hidden * config.ffn);
-  report.print("run: steps {} to {} of {} x {} bytes, {} ranks, {}\n", first_step + 1, f.steps,
-               config.batch, config.sequence, f.ranks, to_string(options.schedule));
+  report.print("run: {} steps after {}, of {} x {} bytes, {} ranks, {}\n", f.steps - first_step,
+               first_step, config.batch, config.sequence, f.ranks, to_string(options.schedule));
   report.print("{:>7} {:>14} {:>9} {:>10}\n", "step", "loss, bit/byte", "balance", "tokens/s");
   nlohmann::json steps = nlohmann::json::array();
   const std::int64_t tokens_per_step = config.batch * config.sequence;
@@ -154,6 +158,9 @@ int run_train(const Flags& f) {
     }
   };
   const train::Evaluation held_out = train::train(state, text, options);
+  if (!f.checkpoint.empty() && first_step == f.steps) {
+    train::save_checkpoint(f.checkpoint, state, text);
+  }
   const double seconds = std::chrono::duration<double>(trained - start).count();
   const double speed =
       static_cast<double>((f.steps - first_step) * tokens_per_step) / std::max(seconds, 1e-9);

@@ -55,7 +55,8 @@ void validate(const Config& config) {
     throw_invalid("topk is {}; with {} experts it must be 1 to {}", config.topk, config.experts,
                   config.experts);
   }
-  if (!(config.learning_rate > 0 && config.learning_rate <= 1)) {
+  const bool rate_is_valid = config.learning_rate > 0 && config.learning_rate <= 1;  // no NaN
+  if (!rate_is_valid) {
     throw_invalid("the learning rate is {}; it must be above 0 and at most 1",
                   config.learning_rate);
   }

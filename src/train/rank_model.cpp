@@ -21,6 +21,26 @@ ChunkResult make_chunk_result(const Config& config, bool with_gradient) {
           .gradient = std::vector<float>(with_gradient ? count(dense_size(config)) : 0)};
 }
 
+double balance_loss(const Config& config, std::span<const ChunkResult> chunks,
+                    std::span<float> gradient) {
+  const auto experts = static_cast<double>(config.experts);
+  const auto tokens =
+      static_cast<double>(static_cast<std::int64_t>(chunks.size()) * config.sequence);
+  double sum = 0;
+  for (std::size_t i = 0; i < gradient.size(); ++i) {
+    std::int64_t choices = 0;
+    double probability = 0;
+    for (const ChunkResult& chunk : chunks) {
+      choices += chunk.counts[i];
+      probability += chunk.probabilities[i];
+    }
+    const double share = static_cast<double>(choices) / (tokens * static_cast<double>(config.topk));
+    sum += experts * share * (probability / tokens);
+    gradient[i] = static_cast<float>(kBalanceWeight * experts * share / tokens);
+  }
+  return sum / static_cast<double>(config.layers);
+}
+
 RankModel::RankModel(const ModelState& state, const Text& text, Group& group, int rank,
                      std::int64_t max_sequences)
     : state_(state),

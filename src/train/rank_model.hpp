@@ -23,6 +23,13 @@ struct ChunkResult {
 };
 [[nodiscard]] ChunkResult make_chunk_result(const Config& config, bool with_gradient);
 
+// The load-balancing loss of a batch from all its chunks, the mean over layers, and its derivative
+// gradient [layers, E], times kBalanceWeight, by any token's probability of an expert, in the sum
+// over layers. It is E Σ_e f_e P_e (Fedus, Zoph and Shazeer, "Switch Transformers", 2022): f_e, the
+// share of choices that e got, is exact and taken as given; P_e is its mean probability.
+[[nodiscard]] double balance_loss(const Config& config, std::span<const ChunkResult> chunks,
+                                  std::span<float> gradient);
+
 class RankModel {
  public:
   // Room for `max_sequences` of them; the state's experts of this rank are [expert, + experts).

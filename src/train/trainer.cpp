@@ -22,10 +22,10 @@ namespace {
 
 // About what a run takes beside the model: a gradient a chunk, and activations.
 double run_bytes(const Config& c) {
-  const double tokens = static_cast<double>(c.batch * c.sequence);
-  const double per_token = static_cast<double>((2 * c.layers + 5) * c.hidden + kBytes +
-                                               2 * c.layers * (c.experts + 2 * c.topk) +
-                                               c.layers * c.topk * (c.hidden + 3 * c.ffn));
+  const auto tokens = static_cast<double>(c.batch * c.sequence);
+  const auto per_token = static_cast<double>((2 * c.layers + 5) * c.hidden + kBytes +
+                                             2 * c.layers * (c.experts + 2 * c.topk) +
+                                             c.layers * c.topk * (c.hidden + 3 * c.ffn));
   return 4 * (static_cast<double>(c.batch * dense_size(c)) + tokens * per_token +
               3.0 * static_cast<double>(c.layers * c.experts * c.hidden * c.ffn));
 }
@@ -125,9 +125,10 @@ class Trainer {
     model.forward(windows, true, 1.0F / static_cast<float>(tokens), results);
     exchange_.meet(rank, "add up the losses");
     // Every rank adds all chunks in the same order, and so knows the same.
-    std::vector<float> balance_gradient;
-    StepResult result{.step = number, .loss = sum_losses(), .balance = 0};
-    result.balance = balance(balance_gradient);
+    std::vector<float> balance_gradient(count(config_.layers * config_.experts));
+    const StepResult result{.step = number,
+                            .loss = sum_losses(),
+                            .balance = balance_loss(config_, chunks_, balance_gradient)};
     if (!std::isfinite(result.loss)) {
       throw_invalid("the loss of step {} is {}; use a smaller learning rate than {}", number,
                     result.loss, config_.learning_rate);
@@ -146,29 +147,6 @@ class Trainer {
     double sum = 0;
     for (const ChunkResult& chunk : chunks_) sum += chunk.loss;
     return sum / static_cast<double>(config_.batch * config_.sequence);
-  }
-
-  // The mean over layers of E Σ_e f_e P_e (Fedus, Zoph and Shazeer, "Switch Transformers", 2022):
-  // f_e is the share of choices that e got, from exact counts, P_e its mean probability. The
-  // derivative takes f_e as given.
-  [[nodiscard]] double balance(std::vector<float>& gradient) const {
-    const auto experts = static_cast<double>(config_.experts);
-    const auto tokens = static_cast<double>(config_.batch * config_.sequence);
-    double sum = 0;
-    gradient.resize(count(config_.layers * config_.experts));
-    for (std::size_t i = 0; i < gradient.size(); ++i) {
-      std::int64_t choices = 0;
-      double probability = 0;
-      for (const ChunkResult& chunk : chunks_) {
-        choices += chunk.counts[i];
-        probability += chunk.probabilities[i];
-      }
-      const double share =
-          static_cast<double>(choices) / (tokens * static_cast<double>(config_.topk));
-      sum += experts * share * (probability / tokens);
-      gradient[i] = static_cast<float>(kBalanceWeight * experts * share / tokens);
-    }
-    return sum / static_cast<double>(config_.layers);
   }
 
   // This rank's slice of the dense array: its gradient is the sum over all chunks, ascending.

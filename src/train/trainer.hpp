@@ -39,7 +39,8 @@ struct Evaluation {
 };
 
 // Errors: invalid_argument for sizes or a schedule that cannot run and for a loss that is no number
-// any more; world for missing memory, a lost rank or an expired wait.
+// any more; world for missing memory, a lost rank or an expired wait. After an error the state is
+// half a step on: go back to a checkpoint.
 Evaluation train(ModelState& state, const Text& text, const TrainOptions& options);
 
 }  // namespace uniep::train

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 UNIEP = ""
@@ -232,7 +233,8 @@ class CliTest(unittest.TestCase):
     def test_version_and_help(self):
         self.assertRegex(self.ok("--version"), r"^uniep \d+\.\d+\.\d+\n$")
         commands = re.findall(r"^  ([a-z]+) ", self.ok("--help"), re.MULTILINE)
-        self.assertTrue({"info", "case", "run", "verify", "bench", "trace"} <= set(commands))
+        expected = {"info", "case", "run", "verify", "bench", "trace", "train"}
+        self.assertTrue(expected <= set(commands))
         for command in commands:
             text = self.ok(command, "--help")
             self.assertIn("--json FILE", text)
@@ -717,6 +719,123 @@ class CliTest(unittest.TestCase):
         started = [e for e in events if e["name"] == "gemm1" and e["ts"] < dispatch_end]
         self.assertGreater(len(started), 0, "no gemm1 tile started before dispatch ended")
 
+    # -- training
+
+    SMALL = ("--hidden", 16, "--ffn", 16, "--experts", 5, "--context", 4, "--sequence", 16,
+             "--batch", 6)
+
+    def train(self, *args):
+        return json.loads(self.ok("train", "--json", "-", *args))
+
+    def write_text(self, size=4000):
+        text = self.path("text")
+        with open(text, "wb") as file:
+            file.write((b"A text of its own, again and again. " * (size // 36 + 1))[:size])
+        return text
+
+    def test_train_gives_one_hash_and_learns(self):
+        text = self.write_text()
+        flags = ("--text", text, *self.SMALL, "--steps", 30)
+        checkpoint = self.path("checkpoint")
+        first = self.train(*flags, "--ranks", 1)
+        self.assertEqual(len(first["steps"]), 30)
+        self.assertTrue(all(s["step"] == i for i, s in enumerate(first["steps"], 1)))
+        for more in (("--ranks", 2), ("--ranks", 7, "--schedule", "fusion=split,payload=choice")):
+            again = self.train(*flags, *more)
+            for same in ("steps", "loss_hash", "held_out", "config"):
+                self.assertEqual(again[same], first[same], more)
+        self.assertNotEqual(self.train(*flags, "--seed", 9)["loss_hash"], first["loss_hash"])
+        # Stopped at 12, gone on elsewhere; sizes are the checkpoint's.
+        self.train("--text", text, *self.SMALL, "--steps", 12, "--checkpoint", checkpoint)
+        rest = self.train("--text", text, "--steps", 30, "--resume", checkpoint, "--ranks", 3)
+        self.assertEqual(rest["steps"], first["steps"][12:])
+        self.assertEqual(rest["loss_hash"], first["loss_hash"])
+        self.assertEqual(rest["held_out"], first["held_out"])
+        # The entropies, counted here again.
+        with open(text, "rb") as file:
+            held_out = file.read()[-first["text"]["held_out_bytes"]:]
+        self.assertEqual(len(held_out), 400)
+
+        def entropy(things):
+            return sum(-math.log2(things.count(t) / len(things)) for t in things) / len(things)
+
+        pairs = list(zip(held_out, held_out[1:]))
+        order1 = entropy(pairs) - entropy(list(held_out[:-1]))
+        results = first["held_out"]
+        self.assertAlmostEqual(results["unigram_entropy"], entropy(list(held_out)), 9)
+        self.assertAlmostEqual(results["order1_entropy"], order1, 9)
+        self.assertLess(results["bits_per_byte"], results["unigram_entropy"])
+        self.assertLess(results["bits_per_byte"], results["bits_per_byte_moe_zeroed"])
+        self.assertEqual(sum(results["expert_load"]), 400 * 2 * 2)
+
+    def test_train_prints_a_table(self):
+        table = self.ok("train", "--text", self.write_text(), *self.SMALL, "--steps", 3,
+                        "--report-every", 2, "--json", self.path("train.json"))
+        steps = re.findall(r"^ +(\d+) +\d\.\d{4} ", table, re.MULTILINE)
+        self.assertEqual(steps, ["1", "2", "3"])
+        with open(self.path("train.json"), encoding="utf-8") as file:
+            self.assertIn(f"loss hash {json.load(file)['loss_hash']} after 3 steps", table)
+
+    def test_train_on_the_bundled_text(self):
+        run = self.train("--steps", 0, *self.SMALL[:-4], "--sequence", 64)
+        self.assertEqual(run["text"]["bytes"], 1358458)
+        self.assertAlmostEqual(run["held_out"]["order1_entropy"], 3.4886, 4)
+
+    def test_train_refusals(self):
+        text = self.write_text()
+        flags = ("--text", text, "--steps", 1, *self.SMALL)
+        self.refused("train", "--hidden", 12, says=("hidden is 12", "multiple of 8"))
+        self.refused("train", "--experts", 3, "--topk", 4, says=("topk is 4", "1 to 3"))
+        self.refused("train", "--learning-rate", 0, says=("--learning-rate", "'0'"))
+        self.refused("train", "--steps", "many", says=("--steps", "'many'"))
+        self.refused("train", "--processes", says=("--processes", "is no option"))
+        self.refused("train", "--text", self.path("none"), says="does not exist")
+        self.refused("train", "--text", self.folder, says="no regular file")
+        self.refused("train", "--text", text, "--sequence", 4096, says="must have at least")
+        self.refused("train", *flags, "--checkpoint", self.path("no/where"), says="no/where")
+        self.refused("train", *flags, "--checkpoint", "-", says="--checkpoint")
+        self.refused("train", *flags, "--checkpoint", "x", "--json", "x", says=(
+            "--checkpoint and --json both name", "different files"))
+        self.refused("train", *flags, "--checkpoint", text, says="--checkpoint and --text")
+        self.refused("train", *flags, "--resume", text, says="text")
+        self.refused("train", "--resume", self.path("none"), says="none")
+        checkpoint = self.path("checkpoint")
+        self.ok("train", *flags, "--checkpoint", checkpoint)
+        resume = ("train", "--text", text, "--resume", checkpoint)
+        self.refused(*resume, "--hidden", 32, says=("--hidden is 32", "trained with 16"))
+        self.refused(*resume, "--seed", 2, says=("--seed is 2", "trained with 1"))
+        self.refused(*resume, "--learning-rate", 0.5, says=("--learning-rate is 0.5", "0.01"))
+        self.refused(*resume, "--steps", 0, says=("--steps is 0", "has done 1"))
+        with open(text, "ab") as file:
+            file.write(b"more")
+        self.refused(*resume, says="is not the one")
+        self.ok("case", "-o", self.case)
+        self.refused("train", "--resume", self.case, says="no checkpoint")
+
+    def test_train_interrupted_keeps_the_last_checkpoint(self):
+        text, checkpoint = self.write_text(), self.path("checkpoint")
+        command = [UNIEP, "train", "--text", text, *self.SMALL, "--steps", 1000000,
+                   "--checkpoint", checkpoint, "--save-every", 5]
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE, cwd=self.folder)
+        try:
+            for _ in range(3000):
+                if os.path.exists(checkpoint):
+                    break
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.wait(timeout=30), -signal.SIGINT)
+        finally:
+            process.kill()
+            process.stderr.close()
+        self.assertEqual(sorted(os.listdir(self.folder)), ["checkpoint", "text"])
+        with open(checkpoint, "rb") as file:
+            content = file.read()
+        length = struct.unpack("<Q", content[:8])[0]
+        step = int(json.loads(content[8 : 8 + length])["__metadata__"]["step"])
+        self.assertEqual(step % 5, 0)
+        rest = self.train("--text", text, "--resume", checkpoint, "--steps", step + 1)
+        self.assertEqual(rest["step"], step + 1)
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:

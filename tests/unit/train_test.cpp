@@ -205,8 +205,30 @@ TEST(TrainPieces, RouterTakesTheLikeliestAndTheLowerNumberOfEquals) {
   EXPECT_NEAR(weights[5], std::exp(-1.0) / total, 1e-6);
 }
 
+TEST(TrainPieces, BalancingLossByHand) {
+  Config config;
+  config.layers = 2;
+  config.experts = 2;
+  config.topk = 1;
+  config.sequence = 4;
+  // Two chunks. Layer 0: 5 of 8 choices and 4.5 of 8 probability on expert 0; layer 1: all, and 6.
+  std::vector<ChunkResult> chunks(2, make_chunk_result(config, false));
+  chunks[0].counts = {3, 1, 4, 0};
+  chunks[1].counts = {2, 2, 4, 0};
+  chunks[0].probabilities = {2.5, 1.5, 3, 1};
+  chunks[1].probabilities = {2, 2, 3, 1};
+  Values gradient(4);
+  const double layer0 = 2 * (5.0 / 8 * 4.5 / 8 + 3.0 / 8 * 3.5 / 8);
+  const double layer1 = 2 * (1 * 6.0 / 8);
+  EXPECT_DOUBLE_EQ(balance_loss(config, chunks, gradient), (layer0 + layer1) / 2);
+  const std::array<double, 4> shares{5.0 / 8, 3.0 / 8, 1, 0};
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_FLOAT_EQ(gradient[i], static_cast<float>(0.01 * 2 * shares[i] / 8));
+  }
+}
+
 TEST(TrainPieces, AdamWByHand) {
-  // Step 1: m = 0.1 g, v = 0.01 g², corrected to g and g², so that the direction is the sign of g.
+  // Step 1: m = 0.1 g and v = 0.01 g² are corrected to g and g²: the direction is the sign of g.
   const AdamWStep first(3.0, 1);
   EXPECT_FLOAT_EQ(first.rate, 0.1F);  // a thirtieth, still warming up
   EXPECT_FLOAT_EQ(AdamWStep(3.0, 30).rate, 3.0F);
