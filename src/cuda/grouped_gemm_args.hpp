@@ -39,6 +39,9 @@ struct KernelConfig {
   [[nodiscard]] constexpr bool rows_on_n() const {
     return epilogue != Epilogue::grad_bf16 && epilogue != Epilogue::grad_f32;
   }
+  [[nodiscard]] constexpr bool writes_f32() const {
+    return epilogue == Epilogue::rows_f32 || epilogue == Epilogue::grad_f32;
+  }
 };
 
 inline constexpr KernelConfig kFprop{ptx::Major::k, ptx::Major::k, Epilogue::rows_bf16};

@@ -21,7 +21,9 @@
 
 namespace uniep::cuda {
 
-// A warpgroup's view of itself and of its staging ring.
+// A warpgroup's view of itself and of its ring of boxes. A tile that fits in the ring fills it in
+// one go: open(), fill, copy(). One that does not goes box by box: acquire(),
+// fill, publish(), and the leader copies.
 struct Drain {
   SharedStorage& shared;
   int consumer;
@@ -33,38 +35,83 @@ struct Drain {
 
   [[nodiscard]] __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + consumer, 128); }
+  [[nodiscard]] __device__ __forceinline__ int num_boxes() const {
+    return kNumStagingBuffers + held.count;
+  }
+  [[nodiscard]] __device__ __forceinline__ std::uint32_t address(int index) const {
+    if (index < held.count) {
+      return ptx::shared_address(shared.stages[(held.first + index) % kNumPipeStages].a[consumer]);
+    }
+    return ptx::shared_address(shared.staging[consumer][index - held.count]);
+  }
 
-  // A tile's first box is free: give_back() has waited for the copies of the tile before.
   __device__ __forceinline__ void begin_tile() { box = num_taken = 0; }
+
+  // All boxes are free, and all warps are done with the products that read them.
+  __device__ __forceinline__ void open() {
+    if (is_leader()) ptx::tma_wait_read<0>();
+    sync();
+  }
+  // The leader calls store(i, box) for the first `count` boxes, which copies from them.
+  template <typename Store>
+  __device__ __forceinline__ void copy(int count, Store&& store) {
+    ptx::fence_proxy_async_shared();
+    sync();
+    if (is_leader()) {
+      UNIEP_NO_UNROLL for (int i = 0; i < count; ++i) {
+        store(i, address(i));
+        ptx::tma_commit();
+      }
+    }
+    held.staged_last = count == num_boxes();
+  }
 
   // The next box, once the copies that last read it are done. Only the leader issues copies.
   __device__ __forceinline__ std::uint32_t acquire() {
-    if (num_taken >= kNumStagingBuffers + held.count) {
+    if (num_taken >= num_boxes()) {
       if (is_leader()) {
-        if (held.count == kNumHeldStages) {
-          ptx::tma_wait_read<kNumStagingBuffers + kNumHeldStages - 1>();
+        if (held.count == kMaxHeldStages) {
+          ptx::tma_wait_read<kNumStagingBuffers + kMaxHeldStages - 1>();
         } else {
           ptx::tma_wait_read<kNumStagingBuffers - 1>();
         }
       }
       sync();
     } else if (num_taken == 0) {
+      if (is_leader()) ptx::tma_wait_read<0>();
       sync();  // with the leader's wait, and with the products of all warps that read the box
     }
     ++num_taken;
-    if (box < held.count) {
-      return ptx::shared_address(shared.stages[(held.first + box) % kNumPipeStages].a[consumer]);
-    }
-    return ptx::shared_address(shared.staging[consumer][box - held.count]);
+    return address(box);
   }
 
   // After this the leader may copy from the box that acquire() gave, and must tma_commit() once.
   __device__ __forceinline__ void publish() {
     ptx::fence_proxy_async_shared();
     sync();
-    box = box + 1 == kNumStagingBuffers + held.count ? 0 : box + 1;
+    box = box + 1 == num_boxes() ? 0 : box + 1;
+    held.staged_last = box == 0;
   }
 };
+
+// The blocks of 64 n of a tile through the ring, at once where they fit: fill(block, box) writes a
+// block, store(block, box) copies it. Every barrier, fence and instruction less is time in which
+// this warpgroup multiplies. A tile of width kN has all of its blocks: num_n > kN - 32 or kN - 64.
+template <int kN, typename Fill, typename Store>
+__device__ __forceinline__ void drain_blocks(Drain& drain, Fill&& fill, Store&& store) {
+  constexpr int kBlocks = (kN + 63) / 64;
+  if (drain.num_boxes() >= kBlocks) {
+    drain.open();
+    UNIEP_UNROLL for (int block = 0; block < kBlocks; ++block) fill(block, drain.address(block));
+    drain.copy(kBlocks, store);
+  } else {  // a tile of a single stage
+    UNIEP_UNROLL for (int block = 0; block < kBlocks; ++block) {
+      drain.open();
+      fill(block, drain.address(0));
+      drain.copy(1, [&](int, std::uint32_t box) { store(block, box); });
+    }
+  }
+}
 
 // Address of 16-byte chunk `chunk` of row `row` in a buffer with rows of 128 or 64 bytes, swizzled
 // as the tensor map of the copy says.
@@ -86,30 +133,37 @@ __device__ __forceinline__ void zero_padding(Accumulator& acc, int block, int nu
   }
 }
 
+// Accumulator group j and the next, as the four matrices of an stmatrix.
+__device__ __forceinline__ void pack_pair(const Accumulator& acc, int j,
+                                          std::uint32_t (&packed)[4]) {
+  UNIEP_UNROLL for (int i = 0; i < 4; ++i) {
+    packed[i] = pack_bf16(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+  }
+}
+
 // Blocks of [64 token rows, 64 m] bf16: the accumulator is transposed on its way to shared memory.
 template <int kN>
 __device__ __forceinline__ void store_rows_bf16(const Problem& problem, const Tile& tile,
                                                 Accumulator& acc, Drain& drain) {
-  UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
-    if (64 * block >= tile.num_n) continue;
-    zero_padding<kN>(acc, block, tile.num_n, drain.lane);
-    const std::uint32_t buffer = drain.acquire();
-    UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
-      const int j = 8 * block + jj;
-      const std::uint32_t packed[4] = {
-          pack_bf16(acc[4 * j], acc[4 * j + 1]), pack_bf16(acc[4 * j + 2], acc[4 * j + 3]),
-          pack_bf16(acc[4 * j + 4], acc[4 * j + 5]), pack_bf16(acc[4 * j + 6], acc[4 * j + 7])};
-      const int matrix = drain.lane / 8;
-      const int row = 8 * (jj + matrix / 2) + drain.lane % 8;
-      ptx::stmatrix_x4_trans(swizzle128(buffer, row, 2 * drain.warp + matrix % 2), packed);
-    }
-    drain.publish();
-    if (drain.is_leader()) {
-      ptx::tma_store_3d(&problem.d, buffer, tile.m0 + 64 * drain.consumer,
-                        tile.row_start + tile.n0 + 64 * block, 0);
-      ptx::tma_commit();
-    }
-  }
+  // Of lane's row in the first pair of groups; the next pairs are 16 rows further each.
+  const int matrix = drain.lane / 8;
+  const std::uint32_t offset =
+      swizzle128(0, 8 * (matrix / 2) + drain.lane % 8, 2 * drain.warp + matrix % 2);
+  const int m = tile.m0 + 64 * drain.consumer;
+  const int first_row = tile.row_start + tile.n0;
+  drain_blocks<kN>(
+      drain,
+      [&](int block, std::uint32_t box) {
+        zero_padding<kN>(acc, block, tile.num_n, drain.lane);
+        UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
+          std::uint32_t packed[4];
+          pack_pair(acc, 8 * block + jj, packed);
+          ptx::stmatrix_x4_trans(box + offset + jj * 8 * 128, packed);
+        }
+      },
+      [&](int block, std::uint32_t box) {
+        ptx::tma_store_3d(&problem.d, box, m, first_row + 64 * block, 0);
+      });
 }
 
 // Blocks of [32 token rows, 64 m] fp32, as two boxes of 32 m.
@@ -220,25 +274,24 @@ __device__ __forceinline__ void store_swiglu(const Problem& problem, const Tile&
 template <int kN>
 __device__ __forceinline__ void store_grad_bf16(const Problem& problem, const Tile& tile,
                                                 Accumulator& acc, Drain& drain) {
-  UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
-    if (64 * block >= tile.num_n) continue;
-    const std::uint32_t buffer = drain.acquire();
-    UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
-      const int j = 8 * block + jj;
-      const std::uint32_t packed[4] = {
-          pack_bf16(acc[4 * j], acc[4 * j + 1]), pack_bf16(acc[4 * j + 2], acc[4 * j + 3]),
-          pack_bf16(acc[4 * j + 4], acc[4 * j + 5]), pack_bf16(acc[4 * j + 6], acc[4 * j + 7])};
-      const int matrix = drain.lane / 8;
-      const int row = 16 * drain.warp + 8 * (matrix % 2) + drain.lane % 8;
-      ptx::stmatrix_x4(swizzle128(buffer, row, jj + matrix / 2), packed);
-    }
-    drain.publish();
-    if (drain.is_leader()) {
-      ptx::tma_store_3d(&problem.d, buffer, tile.n0 + 64 * block, tile.m0 + 64 * drain.consumer,
-                        tile.expert);
-      ptx::tma_commit();
-    }
-  }
+  // Of lane's row in the first pair of groups; the next pairs are two chunks further each, which
+  // the swizzle makes an exclusive or.
+  const int matrix = drain.lane / 8;
+  const std::uint32_t offset =
+      swizzle128(0, 16 * drain.warp + 8 * (matrix % 2) + drain.lane % 8, matrix / 2);
+  const int m = tile.m0 + 64 * drain.consumer;
+  drain_blocks<kN>(
+      drain,
+      [&](int block, std::uint32_t box) {
+        UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
+          std::uint32_t packed[4];
+          pack_pair(acc, 8 * block + jj, packed);
+          ptx::stmatrix_x4((box + offset) ^ (jj * 16), packed);
+        }
+      },
+      [&](int block, std::uint32_t box) {
+        ptx::tma_store_3d(&problem.d, box, tile.n0 + 64 * block, m, tile.expert);
+      });
 }
 
 // Blocks of [64 m, 32 n] fp32, stored, or added once: each element of d receives one addition in a

@@ -27,15 +27,24 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
 }
 
 // The last stages of a tile, which a warpgroup keeps after its products: their A boxes are read by
-// nobody else, so it drains its accumulator through them. They go back during the next tile, when
-// the copies from them have long been done and two other stages feed the products.
+// nobody else, so it drains its accumulator through them, and through its staging buffers last.
+// They go back during the next tile's first products, while two other stages feed the next. An fp32
+// tile is too large for that: the stages would be missing for as long as the copies take.
+template <KernelConfig kConfig>
+inline constexpr int kNumHeldStages = kConfig.writes_f32() ? 0 : kMaxHeldStages;
+
 struct HeldStages {
   int first = 0;
   int count = 0;
+  bool staged_last = false;  // the last copies are from all of the staging buffers
 
   __device__ __forceinline__ void give_back(SharedStorage& shared, bool is_leader) {
     if (is_leader) {
-      ptx::tma_wait_read<0>();
+      if (staged_last) {
+        ptx::tma_wait_read<kNumStagingBuffers>();
+      } else {
+        ptx::tma_wait_read<0>();
+      }
       for (int i = 0; i < count; ++i) {
         const std::uint32_t empty =
             ptx::shared_address(&shared.empty[(first + i) % kNumPipeStages]);
@@ -81,19 +90,20 @@ __device__ __forceinline__ void multiply_tile(SharedStorage& shared, Accumulator
   }
   multiply_stage<kConfig, kN, true>(shared, acc, cursor, consumer);
   held.give_back(shared, is_leader);
-  held.count = min(kNumHeldStages, num_k_tiles);
+  held.count = min(kNumHeldStages<kConfig>, num_k_tiles);
   int previous = cursor.stage;
   cursor.advance();
   UNIEP_NO_UNROLL for (int k_tile = 1; k_tile < num_k_tiles; ++k_tile) {
     multiply_stage<kConfig, kN, false>(shared, acc, cursor, consumer);
     // One stage's products stay in flight; those before it are finished, and their stage is free.
     ptx::wgmma_wait<1>();
-    if (k_tile <= num_k_tiles - kNumHeldStages) release_stage(shared, previous, lane);
+    if (k_tile <= num_k_tiles - kNumHeldStages<kConfig>) release_stage(shared, previous, lane);
     previous = cursor.stage;
     cursor.advance();
   }
   ptx::wgmma_wait<0>();
   ptx::wgmma_pin<kN / 2>(acc);
+  if (kNumHeldStages<kConfig> == 0) release_stage(shared, previous, lane);
   held.first = (previous + 1 + kNumPipeStages - held.count) % kNumPipeStages;
 }
 
