@@ -39,9 +39,6 @@ struct KernelConfig {
   [[nodiscard]] constexpr bool rows_on_n() const {
     return epilogue != Epilogue::grad_bf16 && epilogue != Epilogue::grad_f32;
   }
-  [[nodiscard]] constexpr bool writes_f32() const {
-    return epilogue == Epilogue::rows_f32 || epilogue == Epilogue::grad_f32;
-  }
 };
 
 inline constexpr KernelConfig kFprop{ptx::Major::k, ptx::Major::k, Epilogue::rows_bf16};
@@ -55,8 +52,9 @@ inline constexpr KernelConfig kWgradF32{ptx::Major::mn, ptx::Major::mn, Epilogue
 struct Problem {
   CUtensorMap a;
   CUtensorMap b;
-  CUtensorMap d;
+  CUtensorMap d;             // rows_f32, rows_swiglu
   CUtensorMap h;             // rows_swiglu with write_h
+  void* out;                 // the others
   const float* row_weights;  // rows_swiglu: [capacity], the top-k weight of each row
   int m_extent;
   int n_extent;  // grad_*: columns of d; otherwise each expert's rows
