@@ -149,9 +149,8 @@ Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
   const auto rows = static_cast<u64>(experts.capacity);
   const auto n = static_cast<u64>(p.n);
   const auto k = static_cast<u64>(p.k);
-  const bool f32 = out_type == ElementType::f32;
-  const MapElement out_element = f32 ? MapElement::f32 : MapElement::bf16;
   Problem problem{};
+  problem.out = p.out;
   problem.band = std::max(1, band);
   switch (op) {
     case GemmOp::fprop:
@@ -161,7 +160,6 @@ Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
       problem.b = matrix_map(p.x, MapElement::bf16, 1, rows, k, 64);
       if (op == GemmOp::fprop) {
         problem.a = matrix_map(p.w, MapElement::bf16, num_experts, n, k, 64);
-        problem.d = matrix_map(p.out, MapElement::bf16, 1, rows, n, 64);
         break;
       }
       problem.a = gate_up_map(p.w, num_experts, n / 2, k);
@@ -175,14 +173,15 @@ Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
       problem.k_extent = static_cast<int>(n);
       problem.a = matrix_map(p.w, MapElement::bf16, num_experts, n, k, 64);
       problem.b = matrix_map(p.d_y, MapElement::bf16, 1, rows, n, 64);
-      problem.d = matrix_map(p.out, out_element, 1, rows, k, f32 ? 32 : 64);
+      if (out_type == ElementType::f32) {
+        problem.d = matrix_map(p.out, MapElement::f32, 1, rows, k, 32);
+      }
       break;
     case GemmOp::wgrad:
       problem.m_extent = static_cast<int>(n);
       problem.n_extent = static_cast<int>(k);
       problem.a = matrix_map(p.d_y, MapElement::bf16, 1, rows, n, 64);
       problem.b = matrix_map(p.x, MapElement::bf16, 1, rows, k, 64);
-      problem.d = matrix_map(p.out, out_element, num_experts, n, k, 64);
       problem.add = p.accumulate ? 1 : 0;
       break;
   }

@@ -52,8 +52,9 @@ inline constexpr KernelConfig kWgradF32{ptx::Major::mn, ptx::Major::mn, Epilogue
 struct Problem {
   CUtensorMap a;
   CUtensorMap b;
-  CUtensorMap d;
+  CUtensorMap d;             // rows_f32, rows_swiglu
   CUtensorMap h;             // rows_swiglu with write_h
+  void* out;                 // the others
   const float* row_weights;  // rows_swiglu: [capacity], the top-k weight of each row
   int m_extent;
   int n_extent;  // grad_*: columns of d; otherwise each expert's rows

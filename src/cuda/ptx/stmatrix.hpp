@@ -31,4 +31,13 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, float first,
                : "memory");
 }
 
+__device__ __forceinline__ uint4 load_shared_16(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 }  // namespace uniep::cuda::ptx

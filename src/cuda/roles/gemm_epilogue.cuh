@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue role: from a warpgroup's accumulator through a small ring of boxes to global
-// memory by TMA: the A boxes of the tile's last stages, then the staging buffers. Token rows are
-// stored in blocks of 64, which start where the 64-row alignment of experts says: rows past the
-// expert's last are stored as zeros up to the next multiple of 64, and nothing beyond is touched.
+// The epilogue role: from a warpgroup's accumulator through its staging buffers to global memory.
+// Plain rows and gradients are stored by the warps themselves (gemm_store.cuh); what has two
+// outputs or two boxes a block goes by TMA. Token rows are stored in blocks of 64, which start
+// where the 64-row alignment of experts says: rows past the expert's last are stored as zeros up to
+// the next multiple of 64, and nothing beyond is touched.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include "cuda/ptx/stmatrix.hpp"
 #include "cuda/ptx/tma.hpp"
 #include "cuda/roles/gemm_multiply.cuh"
+#include "cuda/roles/gemm_store.cuh"
 #include "cuda/sched/tickets.cuh"
 #include "cuda/sched/tile_walk.cuh"
 
@@ -27,90 +29,25 @@ struct Drain {
   int consumer;
   int warp;  // 0 to 3
   int lane;
-  HeldStages held;
-  int box = 0;        // the next one in the ring
-  int num_taken = 0;  // of this tile
+  int buffer = 0;
 
-  [[nodiscard]] __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
+  __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + consumer, 128); }
 
-  // A tile's first box is free: give_back() has waited for the copies of the tile before.
-  __device__ __forceinline__ void begin_tile() { box = num_taken = 0; }
-
-  // The next box, once the copies that last read it are done. Only the leader issues copies.
+  // The next buffer, once the copies that last read it are done. Only the leader issues copies.
   __device__ __forceinline__ std::uint32_t acquire() {
-    if (num_taken >= kNumStagingBuffers + held.count) {
-      if (is_leader()) {
-        if (held.count == kNumHeldStages) {
-          ptx::tma_wait_read<kNumStagingBuffers + kNumHeldStages - 1>();
-        } else {
-          ptx::tma_wait_read<kNumStagingBuffers - 1>();
-        }
-      }
-      sync();
-    } else if (num_taken == 0) {
-      sync();  // with the leader's wait, and with the products of all warps that read the box
-    }
-    ++num_taken;
-    if (box < held.count) {
-      return ptx::shared_address(shared.stages[(held.first + box) % kNumPipeStages].a[consumer]);
-    }
-    return ptx::shared_address(shared.staging[consumer][box - held.count]);
+    if (is_leader()) ptx::tma_wait_read<kNumStagingBuffers - 1>();
+    sync();
+    return ptx::shared_address(shared.staging[consumer][buffer]);
   }
 
-  // After this the leader may copy from the box that acquire() gave, and must tma_commit() once.
+  // After this the leader may copy from the buffer that acquire() gave, and must tma_commit() once.
   __device__ __forceinline__ void publish() {
     ptx::fence_proxy_async_shared();
     sync();
-    box = box + 1 == kNumStagingBuffers + held.count ? 0 : box + 1;
+    buffer = (buffer + 1) % kNumStagingBuffers;
   }
 };
-
-// Address of 16-byte chunk `chunk` of row `row` in a buffer with rows of 128 or 64 bytes, swizzled
-// as the tensor map of the copy says.
-__device__ __forceinline__ std::uint32_t swizzle128(std::uint32_t buffer, int row, int chunk) {
-  return buffer + row * 128 + ((chunk ^ (row & 7)) << 4);
-}
-__device__ __forceinline__ std::uint32_t swizzle64(std::uint32_t buffer, int row, int chunk) {
-  return buffer + row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
-}
-
-// Zeroes what lies past the expert's last row in a block of 64 token rows, where anything does.
-template <int kN>
-__device__ __forceinline__ void zero_padding(Accumulator& acc, int block, int num_n, int lane) {
-  if (64 * block + 64 <= kN && 64 * block + 64 <= num_n) return;
-  UNIEP_UNROLL for (int j = 8 * block; j < 8 * block + 8; ++j) {
-    UNIEP_UNROLL for (int i = 0; i < 4; ++i) {
-      if (8 * j >= kN || 8 * j + 2 * (lane % 4) + i % 2 >= num_n) acc[4 * j + i] = 0.0F;
-    }
-  }
-}
-
-// Blocks of [64 token rows, 64 m] bf16: the accumulator is transposed on its way to shared memory.
-template <int kN>
-__device__ __forceinline__ void store_rows_bf16(const Problem& problem, const Tile& tile,
-                                                Accumulator& acc, Drain& drain) {
-  UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
-    if (64 * block >= tile.num_n) continue;
-    zero_padding<kN>(acc, block, tile.num_n, drain.lane);
-    const std::uint32_t buffer = drain.acquire();
-    UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
-      const int j = 8 * block + jj;
-      const std::uint32_t packed[4] = {
-          pack_bf16(acc[4 * j], acc[4 * j + 1]), pack_bf16(acc[4 * j + 2], acc[4 * j + 3]),
-          pack_bf16(acc[4 * j + 4], acc[4 * j + 5]), pack_bf16(acc[4 * j + 6], acc[4 * j + 7])};
-      const int matrix = drain.lane / 8;
-      const int row = 8 * (jj + matrix / 2) + drain.lane % 8;
-      ptx::stmatrix_x4_trans(swizzle128(buffer, row, 2 * drain.warp + matrix % 2), packed);
-    }
-    drain.publish();
-    if (drain.is_leader()) {
-      ptx::tma_store_3d(&problem.d, buffer, tile.m0 + 64 * drain.consumer,
-                        tile.row_start + tile.n0 + 64 * block, 0);
-      ptx::tma_commit();
-    }
-  }
-}
 
 // Blocks of [32 token rows, 64 m] fp32, as two boxes of 32 m.
 template <int kN>
@@ -216,63 +153,6 @@ __device__ __forceinline__ void store_swiglu(const Problem& problem, const Tile&
   }
 }
 
-// Blocks of [64 m, 64 n] bf16.
-template <int kN>
-__device__ __forceinline__ void store_grad_bf16(const Problem& problem, const Tile& tile,
-                                                Accumulator& acc, Drain& drain) {
-  UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
-    if (64 * block >= tile.num_n) continue;
-    const std::uint32_t buffer = drain.acquire();
-    UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 2) {
-      const int j = 8 * block + jj;
-      const std::uint32_t packed[4] = {
-          pack_bf16(acc[4 * j], acc[4 * j + 1]), pack_bf16(acc[4 * j + 2], acc[4 * j + 3]),
-          pack_bf16(acc[4 * j + 4], acc[4 * j + 5]), pack_bf16(acc[4 * j + 6], acc[4 * j + 7])};
-      const int matrix = drain.lane / 8;
-      const int row = 16 * drain.warp + 8 * (matrix % 2) + drain.lane % 8;
-      ptx::stmatrix_x4(swizzle128(buffer, row, jj + matrix / 2), packed);
-    }
-    drain.publish();
-    if (drain.is_leader()) {
-      ptx::tma_store_3d(&problem.d, buffer, tile.n0 + 64 * block, tile.m0 + 64 * drain.consumer,
-                        tile.expert);
-      ptx::tma_commit();
-    }
-  }
-}
-
-// Blocks of [64 m, 32 n] fp32, stored, or added once: each element of d receives one addition in a
-// launch, so there is no order to depend on.
-template <int kN>
-__device__ __forceinline__ void store_grad_f32(const Problem& problem, const Tile& tile,
-                                               Accumulator& acc, Drain& drain) {
-  if (problem.add != 0 && tile.num_k_tiles == 0) return;  // + 0 would turn -0 into +0
-  UNIEP_UNROLL for (int block = 0; block < kN / 32; ++block) {
-    if (32 * block >= tile.num_n) continue;
-    const std::uint32_t buffer = drain.acquire();
-    UNIEP_UNROLL for (int jj = 0; jj < 4; ++jj) {
-      UNIEP_UNROLL for (int i = 0; i < 4; i += 2) {
-        const int j = 4 * block + jj;
-        const int row = 16 * drain.warp + drain.lane / 4 + 4 * i;
-        const int n = 8 * jj + 2 * (drain.lane % 4);
-        ptx::store_shared(swizzle128(buffer, row, n / 4) + n % 4 * 4, acc[4 * j + i],
-                          acc[4 * j + i + 1]);
-      }
-    }
-    drain.publish();
-    if (drain.is_leader()) {
-      const int n = tile.n0 + 32 * block;
-      const int m = tile.m0 + 64 * drain.consumer;
-      if (problem.add != 0) {
-        ptx::tma_reduce_add_3d(&problem.d, buffer, n, m, tile.expert);
-      } else {
-        ptx::tma_store_3d(&problem.d, buffer, n, m, tile.expert);
-      }
-      ptx::tma_commit();
-    }
-  }
-}
-
 // One tile of kN values of n, from the first k to the last store. Each width has its own code from
 // end to end: the accumulators of different widths then never have to meet in the same registers.
 template <KernelConfig kConfig, int kN>
@@ -284,19 +164,20 @@ __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile&
   if constexpr (kConfig.epilogue == Epilogue::rows_swiglu) {
     weights.load(problem.row_weights, tile, drain.lane);
   }
-  multiply_tile<kConfig, kN>(shared, acc, cursor, drain.held, tile.num_k_tiles, drain.consumer,
-                             drain.warp, drain.lane);
-  drain.begin_tile();
+  multiply_tile<kConfig, kN>(shared, acc, cursor, tile.num_k_tiles, drain.consumer, drain.lane);
   if constexpr (kConfig.epilogue == Epilogue::rows_bf16) {
-    store_rows_bf16<kN>(problem, tile, acc, drain);
+    store_rows_bf16<kN>(problem, tile, acc,
+                        StoreLanes{shared, drain.consumer, drain.warp, drain.lane});
   } else if constexpr (kConfig.epilogue == Epilogue::rows_f32) {
     store_rows_f32<kN>(problem, tile, acc, drain);
   } else if constexpr (kConfig.epilogue == Epilogue::rows_swiglu) {
     store_swiglu<kN>(problem, tile, acc, weights, drain);
   } else if constexpr (kConfig.epilogue == Epilogue::grad_bf16) {
-    store_grad_bf16<kN>(problem, tile, acc, drain);
+    store_grad_bf16<kN>(problem, tile, acc,
+                        StoreLanes{shared, drain.consumer, drain.warp, drain.lane});
   } else {
-    store_grad_f32<kN>(problem, tile, acc, drain);
+    store_grad_f32<kN>(problem, tile, acc,
+                       StoreLanes{shared, drain.consumer, drain.warp, drain.lane});
   }
 }
 
@@ -307,7 +188,7 @@ __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStora
                                              TileReader<kConfig> reader, int consumer) {
   constexpr int kStep = kConfig.b == ptx::Major::k ? 32 : 64;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  Drain drain{shared, consumer, static_cast<int>(threadIdx.x / 32 % 4), lane, {}};
+  Drain drain{shared, consumer, static_cast<int>(threadIdx.x / 32 % 4), lane};
   PipeCursor cursor;
   Tile tile;
   while (reader.next(tile)) {
@@ -331,7 +212,6 @@ __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStora
       UNIEP_CASE(256);
 #undef UNIEP_CASE
       default:
-        drain.held.give_back(shared, drain.is_leader());
         skip_tile(shared, cursor, tile.num_k_tiles, lane);
     }
   }

@@ -10,7 +10,6 @@
 #include "cuda/kernels/unroll.hpp"
 #include "cuda/ptx/cluster.hpp"
 #include "cuda/ptx/mbarrier.hpp"
-#include "cuda/ptx/tma.hpp"
 #include "cuda/ptx/wgmma.hpp"
 #include "cuda/sched/tile_walk.cuh"
 
@@ -25,27 +24,6 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
     ptx::mbarrier_arrive_cluster(ptx::map_shared(empty, lane));
   }
 }
-
-// The last stages of a tile, which a warpgroup keeps after its products: their A boxes are read by
-// nobody else, so it drains its accumulator through them. They go back during the next tile, when
-// the copies from them have long been done and two other stages feed the products.
-struct HeldStages {
-  int first = 0;
-  int count = 0;
-
-  __device__ __forceinline__ void give_back(SharedStorage& shared, bool is_leader) {
-    if (is_leader) {
-      ptx::tma_wait_read<0>();
-      for (int i = 0; i < count; ++i) {
-        const std::uint32_t empty =
-            ptx::shared_address(&shared.empty[(first + i) % kNumPipeStages]);
-        ptx::mbarrier_arrive_cluster(ptx::map_shared(empty, 0), 4);  // for all warps
-        ptx::mbarrier_arrive_cluster(ptx::map_shared(empty, 1), 4);
-      }
-    }
-    count = 0;
-  }
-};
 
 // The products of one pipe stage, once it is full. The first of a tile starts the chain.
 template <KernelConfig kConfig, int kN, bool kFirst>
@@ -71,30 +49,26 @@ __device__ __forceinline__ void multiply_stage(SharedStorage& shared, Accumulato
 
 template <KernelConfig kConfig, int kN>
 __device__ __forceinline__ void multiply_tile(SharedStorage& shared, Accumulator& acc,
-                                              PipeCursor& cursor, HeldStages& held, int num_k_tiles,
-                                              int consumer, int warp, int lane) {
-  const bool is_leader = warp == 0 && lane == 0;
+                                              PipeCursor& cursor, int num_k_tiles, int consumer,
+                                              int lane) {
   if (!kConfig.rows_on_n() && num_k_tiles == 0) {  // an expert without rows: its gradient is zero
-    held.give_back(shared, is_leader);
     UNIEP_UNROLL for (int i = 0; i < kN / 2; ++i) acc[i] = 0.0F;
     return;
   }
   multiply_stage<kConfig, kN, true>(shared, acc, cursor, consumer);
-  held.give_back(shared, is_leader);
-  held.count = min(kNumHeldStages, num_k_tiles);
   int previous = cursor.stage;
   cursor.advance();
   UNIEP_NO_UNROLL for (int k_tile = 1; k_tile < num_k_tiles; ++k_tile) {
     multiply_stage<kConfig, kN, false>(shared, acc, cursor, consumer);
     // One stage's products stay in flight; those before it are finished, and their stage is free.
     ptx::wgmma_wait<1>();
-    if (k_tile <= num_k_tiles - kNumHeldStages) release_stage(shared, previous, lane);
+    release_stage(shared, previous, lane);
     previous = cursor.stage;
     cursor.advance();
   }
   ptx::wgmma_wait<0>();
   ptx::wgmma_pin<kN / 2>(acc);
-  held.first = (previous + 1 + kNumPipeStages - held.count) % kNumPipeStages;
+  release_stage(shared, previous, lane);
 }
 
 // Passes over stages that hold nothing for this warpgroup, so that every cursor stays in step.
