@@ -14,6 +14,19 @@ cmake --build build/examples -j "$1"
 build/examples/01_layer
 build/examples/02_replay build/examples/case.safetensors
 build/examples/03_layer
+# As a launcher would start it; the ranks' sums must add up to that of one rank.
+build/examples/04_processes >build/examples/sum-1.txt
+for rank in 0 1 2; do
+  RANK=$rank WORLD_SIZE=3 UNIEP_JOB="examples $$" build/examples/04_processes \
+    >build/examples/sum-3-$rank.txt &
+done
+wait
+cat build/examples/sum-1.txt build/examples/sum-3-?.txt
+python3 - build/examples/sum-1.txt build/examples/sum-3-?.txt <<'PY'
+import sys
+one, *three = (float(open(path).read().split("sum")[1]) for path in sys.argv[1:])
+assert len(three) == 3 and sum(three) == one, (one, three)
+PY
 
 libdir=$(dirname "$(find "$prefix" -name uniep.pc)")
 # shellcheck disable=SC2046

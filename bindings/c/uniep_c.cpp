@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "base/error.hpp"
@@ -135,6 +138,23 @@ void uniep_group_options_init(uniep_group_options* options) {
 void uniep_forward_args_init(uniep_forward_args* args) { init(args); }
 void uniep_backward_args_init(uniep_backward_args* args) { init(args); }
 
+uniep_status uniep_job_from_environment(int32_t* rank, int32_t* num_ranks, char* name,
+                                        size_t name_bytes) {
+  return guarded([&] {
+    require(rank, "rank");
+    require(num_ranks, "num_ranks");
+    if (name_bytes > 0) require(name, "name");
+    const auto job = uniep::job_from_environment();
+    *rank = job ? job->rank : 0;
+    *num_ranks = job ? job->num_ranks : 0;
+    if (name_bytes == 0) return;
+    const std::string text = job ? job->name : "";
+    const std::size_t length = std::min(text.size(), name_bytes - 1);
+    std::memcpy(name, text.data(), length);
+    name[length] = 0;
+  });
+}
+
 uniep_status uniep_group_create(const uniep_group_options* options, uniep_group** group) {
   return guarded([&] {
     require(group, "group");
@@ -163,6 +183,7 @@ uniep_status uniep_group_create(const uniep_group_options* options, uniep_group*
       made.rank_of_expert.assign(o.rank_of_expert, o.rank_of_expert + o.num_experts);
     }
     made.wait_bound = std::chrono::milliseconds(o.wait_bound_ms);
+    if (o.job_name != nullptr) made.job = uniep::Job{o.job_name, o.job_rank, o.num_ranks};
     *group = std::make_unique<uniep_group>(made).release();
   });
 }

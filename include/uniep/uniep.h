@@ -7,8 +7,8 @@
  * so that a program built with older headers goes on working: fields it does not know have their
  * defaults. Handles are opaque and destroyed by the function of their name; NULL is allowed there.
  *
- * A rank is a thread: it makes its layer on the shared group, and all ranks call the same
- * operations in the same order. T is this rank's number of tokens, E_l that of its experts. */
+ * A rank is a thread, or a process of a job: it makes its layer on the shared group, and all ranks
+ * call the same operations in the same order. T is this rank's number of tokens, E_l that of its experts. */
 #ifndef UNIEP_UNIEP_H
 #define UNIEP_UNIEP_H
 
@@ -46,6 +46,10 @@ typedef struct uniep_group_options {
   const char* schedule;          /* "key=value,…", NULL = the default */
   const int32_t* rank_of_expert; /* [E], NULL = contiguous */
   int64_t wait_bound_ms;         /* of every wait, without progress of any rank */
+  /* NULL: ranks are threads of this process. Otherwise this process is rank job_rank of num_ranks
+   * processes on this machine that make the group together, all with this name. */
+  const char* job_name;
+  int32_t job_rank;
 } uniep_group_options;
 
 typedef struct uniep_forward_args {
@@ -75,7 +79,12 @@ UNIEP_API void uniep_group_options_init(uniep_group_options* options);
 UNIEP_API void uniep_forward_args_init(uniep_forward_args* args);
 UNIEP_API void uniep_backward_args_init(uniep_backward_args* args);
 
-/* The group must outlive its layers. */
+/* What torchrun or mpirun says in the environment, see uniep/job.hpp: this process's rank, the number
+ * of ranks, 0 without a launcher, and the job's name, which is cut to name_bytes with its end. */
+UNIEP_API uniep_status uniep_job_from_environment(int32_t* rank, int32_t* num_ranks, char* name,
+                                                  size_t name_bytes);
+
+/* The group must outlive its layers. Collective in a job. */
 UNIEP_API uniep_status uniep_group_create(const uniep_group_options* options, uniep_group** group);
 UNIEP_API void uniep_group_destroy(uniep_group* group);
 /* E_l of a rank, and its experts' global ids, ascending, into ids [E_l] unless that is NULL. */

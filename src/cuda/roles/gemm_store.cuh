@@ -76,9 +76,9 @@ __device__ __forceinline__ void store_rows_bf16(const Problem& problem, const Ti
   const std::uint32_t offset =
       swizzle128(0, 8 * (matrix / 2) + at.lane % 8, 2 * at.warp + matrix % 2);
   const int m = tile.m0 + 64 * at.consumer + 8 * at.chunk();
-  auto* const out = static_cast<uint4*>(problem.out) +
-                    (static_cast<std::int64_t>(tile.row_start + tile.n0 + at.row(0)) *
-                         problem.m_extent + m) / 8;
+  auto* const out =
+      static_cast<uint4*>(problem.out) +
+      (static_cast<std::int64_t>(tile.row_start + tile.n0 + at.row(0)) * problem.m_extent + m) / 8;
   const std::int64_t row_pitch = problem.m_extent / 8;
   UNIEP_UNROLL for (int first = 0; first < kBlocks; first += kNumStagingBuffers) {
     const int last = first + kNumStagingBuffers < kBlocks ? first + kNumStagingBuffers : kBlocks;
@@ -114,7 +114,9 @@ __device__ __forceinline__ void store_grad_bf16(const Problem& problem, const Ti
   auto* const out =
       static_cast<uint4*>(problem.out) +
       ((static_cast<std::int64_t>(tile.expert) * problem.m_extent + m) * problem.n_extent +
-       tile.n0) / 8 + at.chunk();
+       tile.n0) /
+          8 +
+      at.chunk();
   const std::int64_t row_pitch = problem.n_extent / 8;
   UNIEP_UNROLL for (int block = 0; block < kN / 64; ++block) {
     const std::uint32_t buffer = at.buffer(block);
@@ -147,7 +149,9 @@ __device__ __forceinline__ void store_grad_f32(const Problem& problem, const Til
   auto* const out =
       static_cast<float4*>(problem.out) +
       ((static_cast<std::int64_t>(tile.expert) * problem.m_extent + m) * problem.n_extent +
-       tile.n0) / 4 + at.chunk();
+       tile.n0) /
+          4 +
+      at.chunk();
   const std::int64_t row_pitch = problem.n_extent / 4;
   const auto is_inside = [&](int block, int i) {
     return 32 * block + 4 * at.chunk() < tile.num_n && m + 4 * i < problem.m_extent;
