@@ -10,7 +10,7 @@ $step "format" .ci/format.sh --check
 if command -v nvcc >/dev/null 2>&1; then
   $step "cuda: configure" cmake --preset cuda -G Ninja
   $step "cuda: build" cmake --build build/cuda -j "$jobs" \
-    --target uniep_cuda probe_wgmma_bits test_grouped_gemm_cuda
+    --target uniep_cuda probe_wgmma_bits test_grouped_gemm_cuda test_plan_cuda
 else
   echo "== cuda: skipped, nvcc is not on PATH"
 fi
