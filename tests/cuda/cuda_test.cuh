@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU test programs share: checked calls, buffers, random values that need no host copy,
-// and PASS or FAIL lines. Only the toolkit and the standard library, so that a bare machine can run
-// them.
+// What the GPU test programs share beyond cuda_host.hpp: random values and comparisons that need no
+// host copy. Only the toolkit and the standard library, so that a bare machine can run them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,51 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "cuda_host.hpp"
+
 namespace uniep::cuda_test {
 
-#define UNIEP_CUDA_CHECK(call)                                                         \
-  do {                                                                                 \
-    const cudaError_t error_ = (call);                                                 \
-    if (error_ != cudaSuccess) {                                                       \
-      std::printf("FAIL %s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
-      std::exit(3);                                                                    \
-    }                                                                                  \
-  } while (false)
-
 using bf16 = __nv_bfloat16;
-
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(std::int64_t count) : count_(count) {
-    UNIEP_CUDA_CHECK(
-        cudaMalloc(&data_, static_cast<std::size_t>(count > 0 ? count : 1) * sizeof(T)));
-  }
-  explicit Buffer(const std::vector<T>& values) : Buffer(static_cast<std::int64_t>(values.size())) {
-    UNIEP_CUDA_CHECK(
-        cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data_); }
-
-  [[nodiscard]] T* get() const { return data_; }
-  [[nodiscard]] std::int64_t count() const { return count_; }
-  // Every byte 0xFF: a NaN as bf16 and as fp32.
-  void poison() const {
-    UNIEP_CUDA_CHECK(cudaMemset(data_, 0xFF, static_cast<std::size_t>(count_) * sizeof(T)));
-  }
-  [[nodiscard]] std::vector<T> download() const {
-    std::vector<T> values(static_cast<std::size_t>(count_));
-    UNIEP_CUDA_CHECK(
-        cudaMemcpy(values.data(), data_, values.size() * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-
- private:
-  T* data_ = nullptr;
-  std::int64_t count_;
-};
 
 __device__ inline std::uint64_t mix(std::uint64_t z) {
   z += 0x9E3779B97F4A7C15U;
@@ -118,22 +77,5 @@ std::uint64_t count_differences(const T* a, const T* b, std::int64_t count) {
   }
   return differences.download()[0];
 }
-
-// Counts checks; finish() prints the line that ends a program and gives its exit code.
-class Report {
- public:
-  void check(bool passed, const std::string& what) {
-    std::printf("%s %s\n", passed ? "PASS" : "FAIL", what.c_str());
-    (passed ? passed_ : failed_)++;
-  }
-  [[nodiscard]] int finish() const {
-    std::printf("%d passed, %d failed\n", passed_, failed_);
-    return failed_ == 0 ? 0 : 1;
-  }
-
- private:
-  int passed_ = 0;
-  int failed_ = 0;
-};
 
 }  // namespace uniep::cuda_test

@@ -28,7 +28,7 @@ struct Routing {
   std::uint64_t mask_percent = 0;
   int tile_m = 128;
   int blocks_per_rank = 16;
-  std::vector<std::vector<std::int32_t>> tile_orders;  // empty: ascending
+  std::vector<std::vector<std::int32_t>> tile_orders = {};  // empty: ascending
 };
 
 // What a rank of the device plan must hold.

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs simple kernels on this machine's processors, so that their logic is tested where there is no
+// GPU: a block is a thread of the operating system, its CUDA threads are contexts that take turns,
+// shared memory is thread-local. Only what the plan's kernel and host code use. It shows wrong
+// indices, counts and barriers, but neither the GPU's memory order nor its speed.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ thread_local
+
+struct dim3 {
+  dim3(unsigned x_size = 1) : x(x_size) {}
+  unsigned x;
+};
+struct int2 {
+  int x;
+  int y;
+};
+
+namespace uniep::emulation {
+
+// Of the CUDA thread that runs now.
+extern thread_local dim3 thread_index;
+extern thread_local dim3 block_index;
+
+// Lets other CUDA threads and blocks run.
+void pause();
+// Every thread of the block, or of the warp, brings a value and gets those of all, by thread.
+const std::uint64_t* gather_block(std::uint64_t value);
+const std::uint64_t* gather_warp(std::uint64_t value);
+void run_blocks(unsigned blocks, unsigned threads, const std::function<void()>& kernel);
+
+}  // namespace uniep::emulation
+
+#define threadIdx ::uniep::emulation::thread_index
+#define blockIdx ::uniep::emulation::block_index
+
+inline void __syncthreads() { uniep::emulation::gather_block(0); }
+int __syncthreads_or(int predicate);
+inline void __syncwarp() { uniep::emulation::gather_warp(0); }
+std::uint32_t __match_any_sync(std::uint32_t mask, std::int32_t value);
+template <typename T>
+T __shfl_sync(std::uint32_t, T value, int lane) {
+  return static_cast<T>(uniep::emulation::gather_warp(value)[lane]);
+}
+template <typename T>
+T __shfl_up_sync(std::uint32_t, T value, std::uint32_t distance) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  return static_cast<T>(
+      uniep::emulation::gather_warp(value)[lane < distance ? lane : lane - distance]);
+}
+inline int __popc(std::uint32_t bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+template <typename T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}
+template <typename T>
+void atomicAdd(T* word, T value) {
+  std::atomic_ref<T>(*word).fetch_add(value);
+}
+inline void atomicMin(unsigned long long* word, unsigned long long value) {
+  std::atomic_ref<unsigned long long> shared(*word);
+  unsigned long long seen = shared.load();
+  while (value < seen && !shared.compare_exchange_weak(seen, value)) {
+  }
+}
+inline unsigned long long atomicCAS_system(unsigned long long* word, unsigned long long expected,
+                                           unsigned long long value) {
+  std::atomic_ref<unsigned long long>(*word).compare_exchange_strong(expected, value);
+  return expected;
+}
+
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
+using cudaStream_t = struct EmulatedStream*;
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int cooperative;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  std::size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t allocate_emulated(void** pointer, std::size_t bytes);
+template <typename T>
+cudaError_t cudaMalloc(T** pointer, std::size_t bytes) {
+  return allocate_emulated(reinterpret_cast<void**>(pointer), bytes);
+}
+cudaError_t cudaFree(void* pointer);
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes);
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind);
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  *stream = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 132;
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, std::size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+template <typename Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
+                               const Args& args) {
+  uniep::emulation::run_blocks(config->gridDim.x, config->blockDim.x, [&] { kernel(args); });
+  return cudaSuccess;
+}
