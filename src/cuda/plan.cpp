@@ -89,7 +89,7 @@ std::vector<std::int32_t> tile_order_of(std::span<const std::vector<std::int32_t
   return orders[at(rank)];
 }
 
-// rank_of, local_of, in_order, tile_order, each [num_experts], then owner_start.
+// rank_of, in_order, tile_order, each [num_experts], then owner_start.
 std::vector<std::int32_t> placement_tables(const Placement& placement,
                                            std::span<const std::vector<std::int32_t>> orders) {
   std::vector<std::int32_t> in_order, tile_order, owner_start{0};
@@ -101,10 +101,8 @@ std::vector<std::int32_t> placement_tables(const Placement& placement,
     owner_start.push_back(static_cast<std::int32_t>(in_order.size()));
   }
   std::vector<std::int32_t> tables = placement.rank_of;
-  for (const std::span<const std::int32_t> table :
-       {std::span(placement.local_of), std::span<const std::int32_t>(in_order),
-        std::span<const std::int32_t>(tile_order), std::span<const std::int32_t>(owner_start)}) {
-    tables.insert(tables.end(), table.begin(), table.end());
+  for (const auto* table : {&in_order, &tile_order, &owner_start}) {
+    tables.insert(tables.end(), table->begin(), table->end());
   }
   return tables;
 }
@@ -202,10 +200,9 @@ void DevicePlan::place_arrays(const Placement& placement,
   place();
   const auto* table = reinterpret_cast<const std::int32_t*>(base + tables_at);
   args_.rank_of = table;
-  args_.local_of = table + num_experts;
-  args_.in_order = table + 2 * num_experts;
-  args_.tile_order = table + 3 * num_experts;
-  args_.owner_start = table + 4 * num_experts;
+  args_.in_order = table + num_experts;
+  args_.tile_order = table + 2 * num_experts;
+  args_.owner_start = table + 3 * num_experts;
   cudaError_t error = cudaMemset(private_, 0, at(bytes));
   if (error == cudaSuccess) {
     error = cudaMemcpy(base + tables_at, tables.data(), tables.size() * 4, cudaMemcpyHostToDevice);

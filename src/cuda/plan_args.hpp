@@ -87,7 +87,6 @@ struct PlanArgs {
   PlanRegions regions;
   // The placement. Experts by (owner, local) are called the owner order.
   const std::int32_t* rank_of;      // [num_experts]
-  const std::int32_t* local_of;     // [num_experts]
   const std::int32_t* in_order;     // [num_experts] the expert at each place of the owner order
   const std::int32_t* owner_start;  // [num_ranks + 1] a rank's first place in the owner order
   const std::int32_t* tile_order;   // [num_experts] local experts, each rank from its owner_start

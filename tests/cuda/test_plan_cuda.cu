@@ -42,7 +42,7 @@ void test_graph(Report& report, const Routing& routing) {
 
 // Each rank a launch and a stream of its own, as ranks on GPUs of their own would be.
 void test_separate_launches(Report& report, const Routing& routing) {
-  Group group(routing);
+  Group group(routing, std::chrono::milliseconds(500));
   std::vector<cudaStream_t> streams(group.inputs().size());
   for (cudaStream_t& stream : streams) UNIEP_CUDA_CHECK(cudaStreamCreate(&stream));
   std::string wrong;

@@ -24,15 +24,19 @@ struct Shared {
   // By local expert.
   u32 starts[kMaxPlanExperts + 1];
   u32 rows[kMaxPlanExperts];
-  // By place in the tile order.
+  // By place in the tile order, which holds local experts.
+  std::uint16_t tile_order[kMaxPlanExperts];
   u32 tile_first[kMaxPlanExperts + 1];
   // By expert. slot_bias is the slot minus the place in send_order, modulo 2^32.
   u32 slot_bias[kMaxPlanExperts];
+  std::uint16_t local[kMaxPlanExperts];
   std::uint8_t owner[kMaxPlanExperts];
   // By place in the owner order.
   u32 padded_before[kMaxPlanExperts + 1];
   u32 num_rows;
   u32 num_tiles;
+  int first;  // place of the rank's first expert in the owner order
+  int num_local;
 };
 
 struct Block {
@@ -226,28 +230,61 @@ __device__ bool group_refused(const Block& block) {
   return true;
 }
 
+// The expert at the thread's place of the owner order; read before the wait for counts.
+struct Expert {
+  int id;
+  int owner;
+  int owner_first;  // the owner's first place in the owner order
+};
+
+__device__ Expert find_expert(const Block& block, Shared& shared) {
+  const PlanArgs& args = block.args;
+  Expert expert{};
+  const int first = args.owner_start[block.rank];
+  const int num_local = args.owner_start[block.rank + 1] - first;
+  if (block.thread == 0) {
+    shared.first = first;
+    shared.num_local = num_local;
+  }
+  expert.id = block.thread < args.num_experts ? args.in_order[block.thread] : 0;
+  expert.owner = args.rank_of[expert.id];
+  expert.owner_first = args.owner_start[expert.owner];
+  if (block.thread < num_local) {
+    shared.tile_order[block.thread] =
+        static_cast<std::uint16_t>(args.tile_order[first + block.thread]);
+  }
+  return expert;
+}
+
+struct ExpertCounts {
+  u32 rows;    // of the thread's expert
+  u32 before;  // of these, from sources below this rank
+  u32 sent;    // by this rank to expert number `thread`
+};
+
+__device__ ExpertCounts load_counts(const Block& block, const Expert& expert) {
+  ExpertCounts counts{};
+  if (block.thread >= block.args.num_experts) return counts;
+  _Pragma("unroll 8") for (int source = 0; source < block.args.group.num_ranks; ++source) {
+    const u32 rows = __ldcg(block.counts_of(source) + expert.id);
+    counts.rows += rows;
+    if (source < block.rank) counts.before += rows;
+  }
+  counts.sent = __ldcg(block.counts_of(block.rank) + block.thread);
+  return counts;
+}
+
 // From all ranks' counts to the starts of experts, runs and sends, in shared memory. `before` is
 // what publish_counts gave. The last block of a rank also writes the receiver's arrays.
-__device__ void find_starts(const Block& block, Shared& shared, u32* warp_counts, u32 before) {
+__device__ void find_starts(const Block& block, Shared& shared, u32* warp_counts,
+                            const Expert& expert, const ExpertCounts& counts, u32 before) {
   const PlanArgs& args = block.args;
   const int num_experts = args.num_experts;
   const int num_ranks = args.group.num_ranks;
-  const int first = args.owner_start[block.rank];
-  const int num_local = args.owner_start[block.rank + 1] - first;
-  const int expert_id = block.thread < num_experts ? args.in_order[block.thread] : 0;
-  const int owner = args.rank_of[expert_id];
+  const int first = shared.first;
+  const int num_local = shared.num_local;
   const bool is_local = block.thread >= first && block.thread < first + num_local;
-  u32 rows = 0;
-  u32 rows_before = 0;  // from sources below this rank
-  u32 rows_sent = 0;    // of expert `thread`, not of expert_id
-  if (block.thread < num_experts) {
-    _Pragma("unroll 8") for (int source = 0; source < num_ranks; ++source) {
-      const u32 count = __ldcg(block.counts_of(source) + expert_id);
-      rows += count;
-      if (source < block.rank) rows_before += count;
-    }
-    rows_sent = __ldcg(block.counts_of(block.rank) + block.thread);
-  }
+  const u32 rows = counts.rows;
   const u32 padded = (rows + kGroup - 1) / kGroup * kGroup;
   // Low: padded rows in the owner order. High: the rank's own rows. Both stay below 2^31.
   u64 total = 0;
@@ -256,24 +293,25 @@ __device__ void find_starts(const Block& block, Shared& shared, u32* warp_counts
   if (block.thread == 0) shared.num_rows = static_cast<u32>(total >> 32);
   if (is_local) shared.rows[block.thread - first] = rows;
   __syncthreads();
-  const u32 start = static_cast<u32>(scanned) - shared.padded_before[args.owner_start[owner]];
+  const u32 start = static_cast<u32>(scanned) - shared.padded_before[expert.owner_first];
   if (is_local) {
     shared.starts[block.thread - first] = start;
     if (block.thread == first + num_local - 1) shared.starts[num_local] = start + padded;
   }
   if (num_local == 0 && block.thread == 0) shared.starts[0] = 0;
   if (block.thread < num_experts) {
-    shared.slot_bias[expert_id] = start + rows_before;
-    shared.owner[expert_id] = static_cast<std::uint8_t>(owner);
+    shared.slot_bias[expert.id] = start + counts.before;
+    shared.owner[expert.id] = static_cast<std::uint8_t>(expert.owner);
+    shared.local[expert.id] = static_cast<std::uint16_t>(block.thread - expert.owner_first);
   }
   // Low: rows sent, by expert. High: tiles, in the tile order.
   u32 tiles = 0;
   if (block.thread < num_local) {
     const auto tile_m = static_cast<u32>(args.tile_m);
-    const u32 tile_rows = shared.rows[args.tile_order[first + block.thread]];
+    const u32 tile_rows = shared.rows[shared.tile_order[block.thread]];
     tiles = tile_rows / tile_m + (tile_rows % tile_m != 0 ? 1 : 0);
   }
-  const u64 sends = scan_block(block, shared, u64{tiles} << 32 | rows_sent, total);
+  const u64 sends = scan_block(block, shared, u64{tiles} << 32 | counts.sent, total);
   shared.tile_first[block.thread] = static_cast<u32>(sends >> 32);
   if (block.thread == 0) {
     shared.num_tiles = static_cast<u32>(total >> 32);
@@ -294,7 +332,7 @@ __device__ void find_starts(const Block& block, Shared& shared, u32* warp_counts
       if (local == num_local - 1) out.expert_starts[num_local] = std::int64_t{start} + padded;
       u32 next = start;
       for (int source = 0; source < num_ranks; ++source) {
-        const u32 count = __ldcg(block.counts_of(source) + expert_id);
+        const u32 count = __ldcg(block.counts_of(source) + expert.id);
         out.run_starts[local * num_ranks + source] = next;
         out.run_rows[local * num_ranks + source] = count;
         next += count;
@@ -311,27 +349,32 @@ __device__ void find_starts(const Block& block, Shared& shared, u32* warp_counts
 
 // Where the rank's runs start in the send orders of the sources: a warp for a source, spread over
 // the rank's blocks.
-__device__ void find_source_starts(const Block& block) {
+__device__ void find_source_starts(const Block& block, const Shared& shared) {
+  constexpr int kRounds = 8;  // of 32 experts whose counts are loaded at once
   const PlanArgs& args = block.args;
   const int num_ranks = args.group.num_ranks;
   const int source = block.index + args.blocks_per_rank * block.warp;
   if (source >= num_ranks) return;
-  const u32* const counts = block.counts_of(source);
   u32 sent = 0;
-  _Pragma("unroll 4") for (int first = 0; first < args.num_experts; first += 32) {
-    const int expert = first + block.lane;
-    const bool inside = expert < args.num_experts;
-    const u32 count = inside ? __ldcg(counts + expert) : 0;
-    u32 inclusive = count;
-    UNIEP_UNROLL for (int offset = 1; offset < 32; offset *= 2) {
-      const u32 below = __shfl_up_sync(kAllLanes, inclusive, static_cast<u32>(offset));
-      if (block.lane >= offset) inclusive += below;
+  UNIEP_NO_UNROLL for (int first = 0; first < args.num_experts; first += 32 * kRounds) {
+    u32 counts[kRounds];
+    UNIEP_UNROLL for (int i = 0; i < kRounds; ++i) {
+      const int expert = first + i * 32 + block.lane;
+      counts[i] = expert < args.num_experts ? __ldcg(block.counts_of(source) + expert) : 0;
     }
-    if (inside && args.rank_of[expert] == block.rank) {
-      block.mine.out.source_starts[args.local_of[expert] * num_ranks + source] =
-          std::int64_t{sent} + inclusive - count;
+    UNIEP_UNROLL for (int i = 0; i < kRounds; ++i) {
+      const int expert = first + i * 32 + block.lane;
+      u32 inclusive = counts[i];
+      UNIEP_UNROLL for (int offset = 1; offset < 32; offset *= 2) {
+        const u32 below = __shfl_up_sync(kAllLanes, inclusive, static_cast<u32>(offset));
+        if (block.lane >= offset) inclusive += below;
+      }
+      if (expert < args.num_experts && shared.owner[expert] == block.rank) {
+        block.mine.out.source_starts[shared.local[expert] * num_ranks + source] =
+            std::int64_t{sent} + inclusive - counts[i];
+      }
+      sent += __shfl_sync(kAllLanes, inclusive, 31);
     }
-    sent += __shfl_sync(kAllLanes, inclusive, 31);
   }
 }
 
@@ -399,14 +442,13 @@ __device__ int find_last(const u32* starts, int count, u32 value) {
 
 __device__ void write_tiles(const Block& block, const Shared& shared) {
   const PlanArgs& args = block.args;
-  const int first = args.owner_start[block.rank];
-  const int num_local = args.owner_start[block.rank + 1] - first;
+  const int num_local = shared.num_local;
   const auto tile_m = static_cast<u32>(args.tile_m);
   const u32 stride = static_cast<u32>(args.blocks_per_rank) * kPlanThreads;
   for (u32 tile = static_cast<u32>(block.index * kPlanThreads + block.thread);
        tile < shared.num_tiles; tile += stride) {
     const int order = find_last(shared.tile_first, num_local, tile);
-    const int local = args.tile_order[first + order];
+    const int local = shared.tile_order[order];
     const u32 offset = (tile - shared.tile_first[order]) * tile_m;
     const u32 left = shared.rows[local] - offset;
     block.mine.out.tiles[tile] = {local, static_cast<std::int32_t>(left < tile_m ? left : tile_m),
@@ -443,7 +485,7 @@ __device__ void find_row_sources(const Block& block, const Shared& shared, u32* 
   const PlanArgs& args = block.args;
   const PlanArrays& out = block.mine.out;
   const int num_ranks = args.group.num_ranks;
-  const int num_local = args.owner_start[block.rank + 1] - args.owner_start[block.rank];
+  const int num_local = shared.num_local;
   // Runs: where they start, and what to add to a row to find it in the source's send order.
   u32* const run_starts = runs;
   u32* const run_bias = runs + num_local * num_ranks;
@@ -479,9 +521,9 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   const int local_rank = static_cast<int>(blockIdx.x) / args.blocks_per_rank;
   const int rank = args.first_rank + local_rank;
   const RankControl& control = control_of(args.group, rank);
-  // Nothing may start in a poisoned group, and all threads of a block must agree on that.
-  if (__syncthreads_or(ptx::load_acquire_system(&control.abort_word) != 0) != 0) return;
   const u64 epoch = control.epoch + 1;  // written again only when all blocks of the rank have it
+  // Nothing may start in a poisoned group, and all threads of a block must agree on that.
+  if (__syncthreads_or(ptx::load_relaxed_system(&control.abort_word) != 0) != 0) return;
   const Block block{args,
                     args.ranks[local_rank],
                     rank,
@@ -493,11 +535,13 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   count_choices(block, shared, dynamic_shared);
   if (!exchange_in_rank(block, shared, dynamic_shared)) return;
   const u32 before = publish_counts(block);
+  const Expert expert = find_expert(block, shared);
   if (!wait_for_counts(block)) return;
+  const ExpertCounts counts = load_counts(block, expert);  // on their way while refusals are read
   const bool refused = group_refused(block);
   if (!refused) {
-    find_starts(block, shared, dynamic_shared, before);
-    find_source_starts(block);
+    find_starts(block, shared, dynamic_shared, expert, counts, before);
+    find_source_starts(block, shared);
     place_choices(block, shared, dynamic_shared);
   }
   if (!exchange_order(block, shared, refused)) return;

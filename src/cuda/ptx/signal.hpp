@@ -13,6 +13,12 @@ __device__ __forceinline__ std::uint64_t load_acquire_system(const std::uint64_t
   return value;
 }
 
+__device__ __forceinline__ std::uint64_t load_relaxed_system(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_release_system(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }

@@ -15,6 +15,9 @@ inline std::uint64_t load_acquire_system(const std::uint64_t* word) {
   return std::atomic_ref<std::uint64_t>(*const_cast<std::uint64_t*>(word))
       .load(std::memory_order_acquire);
 }
+inline std::uint64_t load_relaxed_system(const std::uint64_t* word) {
+  return load_acquire_system(word);
+}
 inline void store_release_system(std::uint64_t* word, std::uint64_t value) {
   std::atomic_ref<std::uint64_t>(*word).store(value, std::memory_order_release);
 }
