@@ -48,15 +48,15 @@ inline void __syncthreads() { uniep::emulation::gather_block(0); }
 int __syncthreads_or(int predicate);
 inline void __syncwarp() { uniep::emulation::gather_warp(0); }
 std::uint32_t __match_any_sync(std::uint32_t mask, std::int32_t value);
+std::uint64_t gather_from(std::uint64_t value, std::uint32_t lane);
 template <typename T>
 T __shfl_sync(std::uint32_t, T value, int lane) {
-  return static_cast<T>(uniep::emulation::gather_warp(value)[lane]);
+  return static_cast<T>(gather_from(value, static_cast<std::uint32_t>(lane)));
 }
 template <typename T>
 T __shfl_up_sync(std::uint32_t, T value, std::uint32_t distance) {
   const std::uint32_t lane = threadIdx.x % 32;
-  return static_cast<T>(
-      uniep::emulation::gather_warp(value)[lane < distance ? lane : lane - distance]);
+  return static_cast<T>(gather_from(value, lane < distance ? lane : lane - distance));
 }
 inline int __popc(std::uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ucontext.h>
 
-#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -9,6 +8,22 @@
 #include <vector>
 
 #include "cuda_runtime.h"
+
+// Under the thread sanitizer every CUDA thread is a thread to it, and only barriers and signals
+// order their accesses: it finds missing ones, in shared memory too. The emulation's own state is
+// hidden from it.
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#define UNIEP_HIDDEN __attribute__((no_sanitize_thread, noinline))
+#else
+#define UNIEP_HIDDEN
+#define __tsan_acquire(object) static_cast<void>(object)
+#define __tsan_release(object) static_cast<void>(object)
+#define __tsan_get_current_fiber() nullptr
+#define __tsan_create_fiber(flags) nullptr
+#define __tsan_destroy_fiber(fiber) static_cast<void>(fiber)
+#define __tsan_switch_to_fiber(fiber, flags) static_cast<void>(fiber)
+#endif
 
 namespace uniep::emulation {
 
@@ -22,12 +37,12 @@ constexpr std::size_t kStackBytes = 64 << 10;
 // Members meet, each with a value. Two sets of values, since a slow member may still read those of
 // one meeting while the next gathers.
 struct Meeting {
-  explicit Meeting(unsigned size) : members(size), values{Values(size), Values(size)} {}
-  using Values = std::vector<std::uint64_t>;
+  explicit Meeting(unsigned size = 32) : members(size) {}
+  static constexpr unsigned kMost = 1024;
   unsigned members;
   unsigned arrived = 0;
   std::uint64_t number = 0;
-  std::array<Values, 2> values;
+  std::uint64_t values[2][kMost] = {};
 };
 
 struct Context {
@@ -35,85 +50,106 @@ struct Context {
   std::unique_ptr<char[]> stack;
   const Meeting* meeting = nullptr;  // that it waits for the end of
   std::uint64_t number = 0;
+  bool started = false;
   bool ended = false;
+  void* fiber = nullptr;  // its name at the sanitizer
 };
 
+// No containers: their members would not be hidden.
 struct BlockRun {
-  BlockRun(unsigned threads, const std::function<void()>& body)
-      : kernel(body), contexts(threads), block(threads), warps(threads / 32, Meeting(32)) {}
-  const std::function<void()>& kernel;
+  BlockRun(unsigned count, const std::function<void()>* body)
+      : threads(count), kernel(body), contexts(new Context[count]), block(count) {}
+  unsigned threads;
+  const std::function<void()>* kernel;
   ucontext_t scheduler{};
-  std::vector<Context> contexts;
+  void* scheduler_fiber = __tsan_get_current_fiber();
+  std::unique_ptr<Context[]> contexts;
   Meeting block;
-  std::vector<Meeting> warps;
+  Meeting warps[Meeting::kMost / 32];
 };
 
 thread_local BlockRun* running = nullptr;
 
-void switch_out() {
-  Context& self = running->contexts[thread_index.x];
+UNIEP_HIDDEN void switch_out() {
+  Context& self = running->contexts.get()[thread_index.x];
+  __tsan_switch_to_fiber(running->scheduler_fiber, 1);
   swapcontext(&self.state, &running->scheduler);
 }
 
-void context_main() {
-  running->kernel();
-  running->contexts[thread_index.x].ended = true;
+UNIEP_HIDDEN void context_main() {
+  (*running->kernel)();
+  __tsan_release(running);
+  running->contexts.get()[thread_index.x].ended = true;
   switch_out();
 }
 
-const std::uint64_t* gather(Meeting& meeting, unsigned member, std::uint64_t value) {
+UNIEP_HIDDEN const std::uint64_t* gather(Meeting& meeting, unsigned member, std::uint64_t value) {
   const std::uint64_t number = meeting.number;
-  auto& values = meeting.values[number % 2];
-  values[member] = value;
+  meeting.values[number % 2][member] = value;
+  __tsan_release(&meeting);
   if (++meeting.arrived == meeting.members) {
     meeting.arrived = 0;
     ++meeting.number;
   } else {
-    Context& self = running->contexts[thread_index.x];
+    Context& self = running->contexts.get()[thread_index.x];
     self.meeting = &meeting;
     self.number = number;
     switch_out();
     self.meeting = nullptr;
   }
-  return values.data();
+  __tsan_acquire(&meeting);
+  return meeting.values[number % 2];
 }
 
-void run_block(unsigned index, unsigned threads, const std::function<void()>& kernel) {
-  BlockRun run(threads, kernel);
-  running = &run;
-  block_index.x = index;
-  for (Context& context : run.contexts) {
+void start_contexts(BlockRun& run) {
+  for (unsigned thread = 0; thread < run.threads; ++thread) {
+    Context& context = run.contexts[thread];
     context.stack = std::unique_ptr<char[]>(new char[kStackBytes]);
+    context.fiber = __tsan_create_fiber(0);
     getcontext(&context.state);
     context.state.uc_stack.ss_sp = context.stack.get();
     context.state.uc_stack.ss_size = kStackBytes;
     makecontext(&context.state, context_main, 0);
   }
-  for (unsigned ended = 0; ended < threads;) {
-    ended = 0;
-    for (unsigned thread = 0; thread < threads; ++thread) {
-      Context& context = run.contexts[thread];
-      if (context.ended) {
-        ++ended;
-        continue;
-      }
-      if (context.meeting != nullptr && context.meeting->number == context.number) continue;
-      thread_index.x = thread;
-      swapcontext(&run.scheduler, &context.state);
-    }
-    std::this_thread::yield();
+}
+
+// One turn for each CUDA thread that can go on; true when all have ended.
+UNIEP_HIDDEN bool take_turns(BlockRun& run, Context* contexts) {
+  unsigned ended = 0;
+  for (unsigned thread = 0; thread < run.threads; ++thread) {
+    Context& context = contexts[thread];
+    if (context.ended) ++ended;
+    const bool waits = context.meeting != nullptr && context.meeting->number == context.number;
+    if (context.ended || waits) continue;
+    thread_index.x = thread;
+    __tsan_switch_to_fiber(context.fiber, context.started ? 1 : 0);
+    context.started = true;
+    swapcontext(&run.scheduler, &context.state);
+  }
+  return ended == run.threads;
+}
+
+void run_block(unsigned index, unsigned threads, const std::function<void()>& kernel) {
+  BlockRun run(threads, &kernel);
+  running = &run;
+  block_index.x = index;
+  start_contexts(run);
+  while (!take_turns(run, run.contexts.get())) std::this_thread::yield();
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    __tsan_acquire(&run);
+    __tsan_destroy_fiber(run.contexts[thread].fiber);
   }
   running = nullptr;
 }
 
 }  // namespace
 
-void pause() { switch_out(); }
+UNIEP_HIDDEN void pause() { switch_out(); }
 
-const std::uint64_t* gather_block(std::uint64_t value) {
+UNIEP_HIDDEN const std::uint64_t* gather_block(std::uint64_t value) {
   return gather(running->block, thread_index.x, value);
 }
-const std::uint64_t* gather_warp(std::uint64_t value) {
+UNIEP_HIDDEN const std::uint64_t* gather_warp(std::uint64_t value) {
   return gather(running->warps[thread_index.x / 32], thread_index.x % 32, value);
 }
 
@@ -126,20 +162,24 @@ void run_blocks(unsigned blocks, unsigned threads, const std::function<void()>& 
 
 }  // namespace uniep::emulation
 
-int __syncthreads_or(int predicate) {
+UNIEP_HIDDEN int __syncthreads_or(int predicate) {
   using namespace uniep::emulation;
   const std::uint64_t* values = gather_block(predicate != 0 ? 1 : 0);
   std::uint64_t any = 0;
-  for (unsigned thread = 0; thread < running->contexts.size(); ++thread) any |= values[thread];
+  for (unsigned thread = 0; thread < running->threads; ++thread) any |= values[thread];
   return static_cast<int>(any);
 }
 
-std::uint32_t __match_any_sync(std::uint32_t, std::int32_t value) {
+UNIEP_HIDDEN std::uint32_t __match_any_sync(std::uint32_t, std::int32_t value) {
   const auto word = static_cast<std::uint64_t>(value);
   const std::uint64_t* values = uniep::emulation::gather_warp(word);
   std::uint32_t same = 0;
   for (unsigned lane = 0; lane < 32; ++lane) same |= values[lane] == word ? 1U << lane : 0;
   return same;
+}
+
+UNIEP_HIDDEN std::uint64_t gather_from(std::uint64_t value, std::uint32_t lane) {
+  return uniep::emulation::gather_warp(value)[lane];
 }
 
 const char* cudaGetErrorString(cudaError_t error) {
