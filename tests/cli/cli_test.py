@@ -337,6 +337,13 @@ class CliTest(unittest.TestCase):
         }.items():
             self.refused("run", self.case, "-o", self.out, "--schedule", schedule, says=says)
 
+    def test_too_many_threads(self):
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        for flags in (("--ranks", 1024, "--schedule", "workers=64"),
+                      ("--ranks", 17, "--schedule", "workers=256", "--processes")):
+            self.refused("run", self.case, "-o", self.out, *flags, says=("threads", "4096"))
+            self.refused("verify", "--global-tokens", 8, *flags, says=("threads", "4096"))
+
     # -- refusals of files
 
     def test_bad_files(self):
