@@ -76,9 +76,9 @@ __device__ __forceinline__ void store_rows_bf16(const Problem& problem, const Ti
   const std::uint32_t offset =
       swizzle128(0, 8 * (matrix / 2) + at.lane % 8, 2 * at.warp + matrix % 2);
   const int m = tile.m0 + 64 * at.consumer + 8 * at.chunk();
-  auto* const out = static_cast<uint4*>(problem.out) +
-                    (static_cast<std::int64_t>(tile.row_start + tile.n0 + at.row(0)) *
-                         problem.m_extent + m) / 8;
+  auto* const out =
+      static_cast<uint4*>(problem.out) +
+      (static_cast<std::int64_t>(tile.row_start + tile.n0 + at.row(0)) * problem.m_extent + m) / 8;
   const std::int64_t row_pitch = problem.m_extent / 8;
   UNIEP_UNROLL for (int first = 0; first < kBlocks; first += kNumStagingBuffers) {
     const int last = first + kNumStagingBuffers < kBlocks ? first + kNumStagingBuffers : kBlocks;
@@ -103,6 +103,114 @@ __device__ __forceinline__ void store_rows_bf16(const Problem& problem, const Ti
   at.sync_warpgroup();  // the buffers are free for the next tile
 }
 
+// Blocks of [64 token rows, 64 m] fp32: 32 m in each of the two buffers.
+template <int kN>
+__device__ __forceinline__ void store_rows_f32(const Problem& problem, const Tile& tile,
+                                               Accumulator& acc, const StoreLanes& at) {
+  static_assert(kNumStagingBuffers == 2);
+  const int m = tile.m0 + 64 * at.consumer + 4 * at.chunk();
+  auto* const out =
+      static_cast<uint4*>(problem.out) +
+      (static_cast<std::int64_t>(tile.row_start + tile.n0 + at.row(0)) * problem.m_extent + m) / 4;
+  const std::int64_t row_pitch = problem.m_extent / 4;
+  UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
+    zero_padding<kN>(acc, block, tile.num_n, at.lane);
+    if (block != 0) at.sync_warpgroup();
+    UNIEP_UNROLL for (int jj = 0; jj < 8; ++jj) {
+      UNIEP_UNROLL for (int i = 0; i < 4; ++i) {
+        const int row = 8 * jj + 2 * (at.lane % 4) + i % 2;
+        const int column = 16 * (at.warp % 2) + at.lane / 4 + 8 * (i / 2);
+        ptx::store_shared(swizzle128(at.buffer(at.warp / 2), row, column / 4) + column % 4 * 4,
+                          acc[4 * (8 * block + jj) + i]);
+      }
+    }
+    at.sync_warpgroup();
+    UNIEP_UNROLL for (int half = 0; half < 2; ++half) {
+      UNIEP_UNROLL for (int i = 0; i < 4; ++i) {
+        const uint4 value = ptx::load_shared_16(swizzle128(at.buffer(half), at.row(i), at.chunk()));
+        if (m + 32 * half < problem.m_extent) {
+          out[(64 * block + 4 * i) * row_pitch + 8 * half] = value;
+        }
+      }
+    }
+  }
+  at.sync_warpgroup();  // the buffers are free for the next tile
+}
+
+// The tile's top-k weights, spread over a warp: lane l holds those of token rows 64 b + 2 l and the
+// next for b = 0 to 3. Loaded before the products, so that nobody waits for them afterwards.
+struct RowWeights {
+  float2 pairs[kTileN / 64];
+
+  __device__ __forceinline__ void load(const float* weights, const Tile& tile, int lane) {
+    const float* first = weights + tile.row_start + tile.n0;
+    UNIEP_UNROLL for (int block = 0; block < kTileN / 64; ++block) {
+      const int n = 64 * block + 2 * lane;
+      pairs[block].x = n < tile.num_n ? first[n] : 0.0F;
+      pairs[block].y = n + 1 < tile.num_n ? first[n + 1] : 0.0F;
+    }
+  }
+
+  // The weights of this lane's two columns of accumulator group jj of a block.
+  __device__ __forceinline__ float2 get(int block, int jj, int lane) const {
+    const int source = 4 * jj + lane % 4;
+    return {__shfl_sync(0xFFFFFFFFU, pairs[block].x, source),
+            __shfl_sync(0xFFFFFFFFU, pairs[block].y, source)};
+  }
+};
+
+// Blocks of [64 token rows, 32 columns of a] and, if asked for, of gate and up of h: half a buffer
+// each, in lines of 64 bytes.
+template <int kN>
+__device__ __forceinline__ void store_swiglu(const Problem& problem, const Tile& tile,
+                                             Accumulator& acc, const RowWeights& weights,
+                                             const StoreLanes& at) {
+  static_assert(kNumStagingBuffers == 2);
+  const std::uint32_t gates = at.buffer(0), ups = gates + ptx::kBoxBytes / 2, as = at.buffer(1);
+  const int ffn = problem.m_extent / 2;
+  const int thread_row = 8 * at.warp + at.lane / 4;  // and 32 further
+  const int chunk = at.lane % 4;
+  const int column = tile.m0 / 2 + 32 * at.consumer + 8 * chunk;
+  const std::int64_t first_row = tile.row_start + tile.n0 + thread_row;
+  auto* const a_out = static_cast<uint4*>(problem.out) + (first_row * ffn + column) / 8;
+  auto* const h_out = static_cast<uint4*>(problem.h) + (first_row * 2 * ffn + column) / 8;
+  UNIEP_UNROLL for (int block = 0; block < (kN + 63) / 64; ++block) {
+    zero_padding<kN>(acc, block, tile.num_n, at.lane);
+    if (block != 0) at.sync_warpgroup();
+    UNIEP_UNROLL for (int jj = 0; jj < 8; jj += 4) {
+      std::uint32_t gate[4], up[4], a[4];
+      UNIEP_UNROLL for (int i = 0; i < 4; ++i) {
+        const int j = 8 * block + jj + i;
+        gate[i] = pack_bf16(acc[4 * j], acc[4 * j + 1]);
+        up[i] = pack_bf16(acc[4 * j + 2], acc[4 * j + 3]);
+        const float2 weight = weights.get(block, jj + i, at.lane);
+        a[i] = pack_bf16(activation(first_of(gate[i]), first_of(up[i]), weight.x),
+                         activation(second_of(gate[i]), second_of(up[i]), weight.y));
+      }
+      const std::uint32_t offset = swizzle64(0, 8 * jj + at.lane, at.warp);
+      ptx::stmatrix_x4_trans(gates + offset, gate);
+      ptx::stmatrix_x4_trans(ups + offset, up);
+      ptx::stmatrix_x4_trans(as + offset, a);
+    }
+    at.sync_warpgroup();
+    UNIEP_UNROLL for (int i = 0; i < 2; ++i) {
+      const std::uint32_t offset = swizzle64(0, thread_row + 32 * i, chunk);
+      const std::int64_t row = 64 * block + 32 * i;
+      const uint4 a = ptx::load_shared_16(as + offset);
+      if (column < ffn) a_out[row * ffn / 8] = a;
+      if (problem.h != nullptr) {
+        const uint4 gate = ptx::load_shared_16(gates + offset);
+        const uint4 up = ptx::load_shared_16(ups + offset);
+        if (column < ffn) {
+          h_out[row * ffn / 4] = gate;
+          h_out[row * ffn / 4 + ffn / 8] = up;
+        }
+      }
+    }
+  }
+  at.sync_warpgroup();  // the buffers are free for the next tile
+}
+
 // Blocks of [64 m, 64 n] bf16, each warp its own 16 m.
 template <int kN>
 __device__ __forceinline__ void store_grad_bf16(const Problem& problem, const Tile& tile,
@@ -114,7 +222,9 @@ __device__ __forceinline__ void store_grad_bf16(const Problem& problem, const Ti
   auto* const out =
       static_cast<uint4*>(problem.out) +
       ((static_cast<std::int64_t>(tile.expert) * problem.m_extent + m) * problem.n_extent +
-       tile.n0) / 8 + at.chunk();
+       tile.n0) /
+          8 +
+      at.chunk();
   const std::int64_t row_pitch = problem.n_extent / 8;
   UNIEP_UNROLL for (int block = 0; block < kN / 64; ++block) {
     const std::uint32_t buffer = at.buffer(block);
@@ -147,7 +257,9 @@ __device__ __forceinline__ void store_grad_f32(const Problem& problem, const Til
   auto* const out =
       static_cast<float4*>(problem.out) +
       ((static_cast<std::int64_t>(tile.expert) * problem.m_extent + m) * problem.n_extent +
-       tile.n0) / 4 + at.chunk();
+       tile.n0) /
+          4 +
+      at.chunk();
   const std::int64_t row_pitch = problem.n_extent / 4;
   const auto is_inside = [&](int block, int i) {
     return 32 * block + 4 * at.chunk() < tile.num_n && m + 4 * i < problem.m_extent;
