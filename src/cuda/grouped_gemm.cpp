@@ -106,12 +106,15 @@ void check_problem(GemmOp op, ElementType out_type, const GroupedGemm& p) {
   }
 }
 
-// [outer, rows, columns], in boxes of 64 rows by one swizzled row of 128 bytes.
-CUtensorMap matrix_map(const void* base, u64 outer, u64 rows, u64 columns) {
+// [outer, rows, columns], in boxes of `box_rows` by one swizzled row of 128 bytes.
+CUtensorMap matrix_map(const void* base, MapElement element, u64 outer, u64 rows, u64 columns,
+                       std::uint32_t box_rows) {
+  const std::uint32_t row_elements = element == MapElement::bf16 ? 64 : 32;
   return make_tensor_map({.base = base,
+                          .element = element,
                           .extents = {columns, rows, outer},
                           .pitches = {1, columns, rows * columns},
-                          .box = {64, 64, 1}});
+                          .box = {row_elements, box_rows, 1}});
 }
 
 // w1 [E_l, 2 * ffn, hidden] as [E_l, ffn / 8, gate or up, 8, hidden], so that a box interleaves 8
@@ -124,36 +127,45 @@ CUtensorMap gate_up_map(const void* base, u64 experts, u64 ffn, u64 hidden) {
                           .box = {64, 8, 2, 4, 1}});
 }
 
-Problem make_problem(GemmOp op, const ExpertRows& experts, const GroupedGemm& p, int band) {
+Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
+                     const GroupedGemm& p, int band) {
   const auto num_experts = static_cast<u64>(experts.num_experts);
   const auto rows = static_cast<u64>(experts.capacity);
   const auto n = static_cast<u64>(p.n);
   const auto k = static_cast<u64>(p.k);
+  const bool f32 = out_type == ElementType::f32;
+  const MapElement out_element = f32 ? MapElement::f32 : MapElement::bf16;
   Problem problem{};
-  problem.out = p.out;
-  problem.h = p.h;
   problem.band = std::max(1, band);
   switch (op) {
     case GemmOp::fprop:
     case GemmOp::fprop_swiglu:
       problem.m_extent = static_cast<int>(n);
       problem.k_extent = static_cast<int>(k);
-      problem.b = matrix_map(p.x, 1, rows, k);
-      problem.a = op == GemmOp::fprop ? matrix_map(p.w, num_experts, n, k)
-                                      : gate_up_map(p.w, num_experts, n / 2, k);
+      problem.b = matrix_map(p.x, MapElement::bf16, 1, rows, k, 64);
+      if (op == GemmOp::fprop) {
+        problem.a = matrix_map(p.w, MapElement::bf16, num_experts, n, k, 64);
+        problem.d = matrix_map(p.out, MapElement::bf16, 1, rows, n, 64);
+        break;
+      }
+      problem.a = gate_up_map(p.w, num_experts, n / 2, k);
+      problem.out = p.out;
+      problem.h = p.h;
       problem.row_weights = p.row_weights;
       break;
     case GemmOp::dgrad:
       problem.m_extent = static_cast<int>(k);
       problem.k_extent = static_cast<int>(n);
-      problem.a = matrix_map(p.w, num_experts, n, k);
-      problem.b = matrix_map(p.d_y, 1, rows, n);
+      problem.a = matrix_map(p.w, MapElement::bf16, num_experts, n, k, 64);
+      problem.b = matrix_map(p.d_y, MapElement::bf16, 1, rows, n, 64);
+      problem.d = matrix_map(p.out, out_element, 1, rows, k, f32 ? 32 : 64);
       break;
     case GemmOp::wgrad:
       problem.m_extent = static_cast<int>(n);
       problem.n_extent = static_cast<int>(k);
-      problem.a = matrix_map(p.d_y, 1, rows, n);
-      problem.b = matrix_map(p.x, 1, rows, k);
+      problem.a = matrix_map(p.d_y, MapElement::bf16, 1, rows, n, 64);
+      problem.b = matrix_map(p.x, MapElement::bf16, 1, rows, k, 64);
+      problem.d = matrix_map(p.out, out_element, num_experts, n, k, 64);
       problem.add = p.accumulate ? 1 : 0;
       break;
   }
@@ -209,7 +221,7 @@ void run_grouped_gemm(GemmOp op, ElementType operand_type, ElementType out_type,
   const int num_blocks = count_blocks(launch.num_sms);
   KernelArgs args{};
   for (std::size_t i = 0; i < problems.size(); ++i) {
-    args.problems[i] = make_problem(op, experts, problems[i], launch.band);
+    args.problems[i] = make_problem(op, out_type, experts, problems[i], launch.band);
   }
   args.expert_starts = experts.starts;
   args.expert_rows = experts.rows;

@@ -52,7 +52,8 @@ inline constexpr KernelConfig kWgradF32{ptx::Major::mn, ptx::Major::mn, Epilogue
 struct Problem {
   CUtensorMap a;
   CUtensorMap b;
-  void* out;
+  CUtensorMap d;             // not for rows_swiglu
+  void* out;                 // rows_swiglu: a
   void* h;                   // rows_swiglu: nullptr if not wanted
   const float* row_weights;  // rows_swiglu: [capacity], the top-k weight of each row
   int m_extent;

@@ -56,6 +56,43 @@ __device__ __forceinline__ void tma_load_5d_multicast(std::uint32_t destination,
       : "memory");
 }
 
+// Shared to global, in the bulk group that the next tma_commit closes. The source must have been
+// made visible to the asynchronous proxy (fence_proxy_async) by its writers.
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, std::uint32_t source, int c0,
+                                             int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+// Adds to global memory instead of storing: one relaxed addition an element, at the L2 cache.
+__device__ __forceinline__ void tma_reduce_add_3d(const CUtensorMap* map, std::uint32_t source,
+                                                  int c0, int c1, int c2) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+// Closes this thread's bulk group.
+__device__ __forceinline__ void tma_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// At most kPending of this thread's groups still read their source: older sources may be reused.
+template <int kPending>
+__device__ __forceinline__ void tma_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// All of this thread's groups have written global memory.
+__device__ __forceinline__ void tma_wait_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // Orders this thread's ordinary shared-memory writes before later asynchronous-proxy reads (TMA
 // stores, WGMMA) that a barrier puts after it.
 __device__ __forceinline__ void fence_proxy_async_shared() {
