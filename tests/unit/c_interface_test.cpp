@@ -266,10 +266,12 @@ TEST(CInterface, RefusesValuesWithASentence) {
   refused([](auto& o) { o.ffn = -1; }, "ffn is -1");
   refused([](auto& o) { o.max_tokens_per_rank = -1; }, "max_tokens_per_rank is -1");
   refused([](auto& o) { o.max_tokens_per_rank = std::int64_t{1} << 62; }, "max_tokens_per_rank is");
-  refused([](auto& o) {
-    o.num_ranks = 1024;
-    o.schedule = "workers=5";
-  }, "5120 threads");
+  refused(
+      [](auto& o) {
+        o.num_ranks = 1024;
+        o.schedule = "workers=5";
+      },
+      "5120 threads");
   Handles one;
   Tensors t(0, kExperts);
   for (const std::int64_t tokens : {-1, kTokens + 1}) {
