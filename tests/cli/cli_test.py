@@ -806,6 +806,10 @@ class CliTest(unittest.TestCase):
         self.refused("train", *flags, "--checkpoint", text, says="--checkpoint and --text")
         self.refused("train", *flags, "--resume", text, says="text")
         self.refused("train", "--resume", self.path("none"), says="none")
+        self.refused("train", "--hidden", 4096, "--experts", 1024, "--ffn", 16384, code=3,
+                     says=("the model", "available"))
+        self.refused("train", "--batch", 4096, "--sequence", 4096, code=3,
+                     says="available")
         checkpoint = self.path("checkpoint")
         self.ok("train", *flags, "--checkpoint", checkpoint)
         resume = ("train", "--text", text, "--resume", checkpoint)
