@@ -64,22 +64,6 @@ train::ModelState resume(const Flags& f, std::uint64_t& text_hash) {
 
 double bits(double nats) { return nats / std::numbers::ln2; }
 
-// Seconds of training, and tokens a second since the last report.
-class Pace {
- public:
-  explicit Pace(std::int64_t tokens_per_step) : tokens_(tokens_per_step) {}
-  double since(std::int64_t steps) {
-    const auto now = Clock::now();
-    const double seconds = std::chrono::duration<double>(now - last_).count();
-    last_ = now;
-    return static_cast<double>(steps * tokens_) / std::max(seconds, 1e-9);
-  }
-
- private:
-  std::int64_t tokens_;
-  Clock::time_point last_ = Clock::now();
-};
-
 void print_load(Report& report, const train::Config& config,
                 const std::vector<std::int64_t>& load) {
   constexpr std::int64_t kMostColumns = 16;
@@ -97,112 +81,153 @@ void print_load(Report& report, const train::Config& config,
   }
 }
 
+// A run's lines on standard output and its JSON, as it goes on.
+class Progress {
+ public:
+  Progress(const Flags& flags, const train::ModelState& state, const train::Text& text,
+           const std::string& text_path, const Schedule& schedule)
+      : flags_(flags),
+        config_(state.config),
+        text_(text),
+        text_path_(text_path),
+        schedule_(to_string(schedule)),
+        first_step_(state.step),
+        report_(flags.json) {}
+
+  void start() {
+    const train::Config& c = config_;
+    report_.print("text: {} bytes, the last {} of them held out\n", text_.bytes.size(),
+                  text_.held_out().size());
+    report_.print(
+        "model: {} MoE layers, hidden {}, ffn {}, {} experts, topk {}, context {}; {} weights\n",
+        c.layers, c.hidden, c.ffn, c.experts, c.topk, c.context,
+        train::dense_size(c) + c.layers * c.experts * 3 * c.hidden * c.ffn);
+    report_.print("run: {} steps after {}, of {} x {} bytes, {} ranks, {}\n",
+                  flags_.steps - first_step_, first_step_, c.batch, c.sequence, flags_.ranks,
+                  schedule_);
+    report_.print("{:>7} {:>14} {:>9} {:>10}\n", "step", "loss, bit/byte", "balance", "tokens/s");
+    started_ = reported_ = trained_ = Clock::now();
+  }
+
+  void step(const train::StepResult& result) {
+    trained_ = Clock::now();
+    steps_.push_back(
+        {{"step", result.step}, {"loss_nats", result.loss}, {"balance", result.balance}});
+    if (result.step % flags_.report_every != 0 && result.step != flags_.steps && result.step != 1) {
+      return;
+    }
+    report_.print("{:>7} {:>14.4f} {:>9.4f} {:>10.0f}\n", result.step, bits(result.loss),
+                  result.balance, tokens_a_second(result.step - reported_step_, reported_));
+    std::fflush(stdout);
+    reported_ = trained_;
+    reported_step_ = result.step;
+  }
+
+  void finish(const train::ModelState& state, const train::Evaluation& held_out) {
+    const double unigram = train::unigram_entropy(text_.held_out());
+    const double order1 = train::order1_entropy(text_.held_out());
+    const double seconds = std::chrono::duration<double>(trained_ - started_).count();
+    const double speed = tokens_a_second(state.step - first_step_, started_);
+    const auto print = [this](const char* what, double value) {
+      report_.print("  {:<44} {:7.4f}\n", what, value);
+    };
+    report_.print("\non the {} held-out bytes, bits a byte:\n", text_.held_out().size());
+    print("this model", bits(held_out.loss));
+    print("this model, outputs of the MoE layers zero", bits(held_out.loss_without_experts));
+    print("entropy of a byte, given the one before", order1);
+    print("entropy of a byte", unigram);
+    report_.print("(entropies counted on these very bytes)\n\n");
+    report_.print("share of choices on them, an expert:\n");
+    print_load(report_, config_, held_out.load);
+    if (state.step > first_step_) {
+      report_.print("\n{} steps in {:.1f} s, {:.0f} tokens/s\n", state.step - first_step_, seconds,
+                    speed);
+    }
+    report_.print("loss hash {:016x} after {} steps\n", state.loss_hash, state.step);
+    nlohmann::json sizes{{"learning_rate", config_.learning_rate}};
+    for (const train::ConfigField& field : train::config_fields()) {
+      sizes[field.name] = config_.*field.value;
+    }
+    report_.write({{"schema", 1},
+                   {"config", sizes},
+                   {"text",
+                    {{"path", text_path_},
+                     {"bytes", text_.bytes.size()},
+                     {"hash", fmt::format("{:016x}", text_.hash)},
+                     {"held_out_bytes", text_.held_out().size()}}},
+                   {"ranks", flags_.ranks},
+                   {"schedule", schedule_},
+                   {"step", state.step},
+                   {"steps", steps_},
+                   {"held_out",
+                    {{"bits_per_byte", bits(held_out.loss)},
+                     {"bits_per_byte_moe_zeroed", bits(held_out.loss_without_experts)},
+                     {"unigram_entropy", unigram},
+                     {"order1_entropy", order1},
+                     {"expert_load", held_out.load}}},
+                   {"seconds", seconds},
+                   {"tokens_per_s", speed},
+                   {"loss_hash", fmt::format("{:016x}", state.loss_hash)}});
+    report_.publish();
+  }
+
+ private:
+  [[nodiscard]] double tokens_a_second(std::int64_t steps, Clock::time_point since) const {
+    const double seconds = std::chrono::duration<double>(trained_ - since).count();
+    return static_cast<double>(steps * config_.batch * config_.sequence) / std::max(seconds, 1e-9);
+  }
+
+  const Flags& flags_;
+  const train::Config config_;
+  const train::Text& text_;
+  const std::string text_path_, schedule_;
+  const std::int64_t first_step_;
+  std::int64_t reported_step_ = first_step_;
+  Report report_;
+  nlohmann::json steps_ = nlohmann::json::array();
+  Clock::time_point started_, reported_, trained_;
+};
+
+void check_checkpoint_path(const Flags& f) {
+  if (f.checkpoint == "-") {
+    throw_invalid("--checkpoint is '-', but one cannot go to standard output; give it a name");
+  }
+  check_distinct(f.checkpoint, f.json, "--checkpoint");
+  check_distinct(f.checkpoint, f.text, "--checkpoint", "--text");
+  // Refuses a bad path before the work, not after it.
+  OutputFile("checkpoint", f.checkpoint);
+}
+
 int run_train(const Flags& f) {
   train::TrainOptions options;
   options.schedule = check_layer_options(f.layer);
   options.wait_bound = std::chrono::seconds(f.layer.timeout);
   options.num_ranks = static_cast<int>(f.ranks);
   options.steps = f.steps;
-  if (!f.checkpoint.empty()) {
-    if (f.checkpoint == "-") {
-      throw_invalid("--checkpoint is '-', but one cannot go to standard output; give it a name");
-    }
-    check_distinct(f.checkpoint, f.json, "--checkpoint");
-    check_distinct(f.checkpoint, f.text, "--checkpoint", "--text");
-    // Refuses a bad path before the work, not after it.
-    OutputFile("checkpoint", f.checkpoint);
-  }
+  const bool saves = !f.checkpoint.empty();
+  if (saves) check_checkpoint_path(f);
   std::uint64_t text_hash = 0;
   train::ModelState state =
       f.resume.empty() ? train::make_model_state(f.config) : resume(f, text_hash);
-  const train::Config& config = state.config;
   const std::string path = f.text.empty() ? bundled_text() : f.text;
-  const train::Text text = train::load_text(path, config);
+  const train::Text text = train::load_text(path, state.config);
   if (!f.resume.empty() && text_hash != text.hash) {
     throw_invalid(
-        "text {} is not the one that checkpoint {} was trained on: its hash is {:016x}, "
-        "not {:016x}",
+        "text {} is not the one that checkpoint {} was trained on: its hash is {:016x}, not "
+        "{:016x}",
         quote(path), quote(f.resume), text.hash, text_hash);
   }
-  Report report(f.json);
-  const double unigram = train::unigram_entropy(text.held_out());
-  const double order1 = train::order1_entropy(text.held_out());
-  const std::int64_t first_step = state.step;
-  report.print("text: {} bytes, the last {} of them held out\n", text.bytes.size(),
-               text.held_out().size());
-  report.print(
-      "model: {} MoE layers, hidden {}, ffn {}, {} experts, topk {}, context {}; {} weights\n",
-      config.layers, config.hidden, config.ffn, config.experts, config.topk, config.context,
-      train::dense_size(config) + config.layers * config.experts * 3 * config.hidden * config.ffn);
-  report.print("run: {} steps after {}, of {} x {} bytes, {} ranks, {}\n", f.steps - first_step,
-               first_step, config.batch, config.sequence, f.ranks, to_string(options.schedule));
-  report.print("{:>7} {:>14} {:>9} {:>10}\n", "step", "loss, bit/byte", "balance", "tokens/s");
-  nlohmann::json steps = nlohmann::json::array();
-  const std::int64_t tokens_per_step = config.batch * config.sequence;
-  Pace pace(tokens_per_step);
-  const auto start = Clock::now();
-  auto trained = start;
-  std::int64_t last_report = first_step;
+  Progress progress(f, state, text, path, options.schedule);
+  options.on_start = [&] { progress.start(); };
   options.after_step = [&](const train::ModelState& now, const train::StepResult& result) {
-    trained = Clock::now();
-    steps.push_back(
-        {{"step", result.step}, {"loss_nats", result.loss}, {"balance", result.balance}});
-    if (result.step % f.report_every == 0 || result.step == f.steps || result.step == 1) {
-      report.print("{:>7} {:>14.4f} {:>9.4f} {:>10.0f}\n", result.step, bits(result.loss),
-                   result.balance, pace.since(result.step - last_report));
-      std::fflush(stdout);
-      last_report = result.step;
-    }
-    if (!f.checkpoint.empty() && (result.step % f.save_every == 0 || result.step == f.steps)) {
+    progress.step(result);
+    if (saves && (now.step % f.save_every == 0 || now.step == f.steps)) {
       train::save_checkpoint(f.checkpoint, now, text);
     }
   };
+  if (saves && state.step == f.steps) train::save_checkpoint(f.checkpoint, state, text);
   const train::Evaluation held_out = train::train(state, text, options);
-  if (!f.checkpoint.empty() && first_step == f.steps) {
-    train::save_checkpoint(f.checkpoint, state, text);
-  }
-  const double seconds = std::chrono::duration<double>(trained - start).count();
-  const double speed =
-      static_cast<double>((f.steps - first_step) * tokens_per_step) / std::max(seconds, 1e-9);
-  report.print("\non the {} held-out bytes, bits a byte:\n", text.held_out().size());
-  report.print("  {:<44} {:7.4f}\n", "this model", bits(held_out.loss));
-  report.print("  {:<44} {:7.4f}\n", "this model, outputs of the MoE layers zero",
-               bits(held_out.loss_without_experts));
-  report.print("  {:<44} {:7.4f}\n", "entropy of a byte, given the one before", order1);
-  report.print("  {:<44} {:7.4f}\n", "entropy of a byte", unigram);
-  report.print("(entropies counted on these very bytes)\n\nshare of choices on them, an expert:\n");
-  print_load(report, config, held_out.load);
-  if (f.steps > first_step) {
-    report.print("\n{} steps in {:.1f} s, {:.0f} tokens/s\n", f.steps - first_step, seconds, speed);
-  }
-  report.print("loss hash {:016x} after {} steps\n", state.loss_hash, state.step);
-  nlohmann::json sizes;
-  for (const train::ConfigField& field : train::config_fields()) {
-    sizes[field.name] = config.*field.value;
-  }
-  sizes["learning_rate"] = config.learning_rate;
-  report.write({{"schema", 1},
-                {"config", sizes},
-                {"text",
-                 {{"path", path},
-                  {"bytes", text.bytes.size()},
-                  {"hash", fmt::format("{:016x}", text.hash)},
-                  {"held_out_bytes", text.held_out().size()}}},
-                {"ranks", f.ranks},
-                {"schedule", to_string(options.schedule)},
-                {"first_step", first_step + 1},
-                {"step", state.step},
-                {"steps", steps},
-                {"held_out",
-                 {{"bits_per_byte", bits(held_out.loss)},
-                  {"bits_per_byte_moe_zeroed", bits(held_out.loss_without_experts)},
-                  {"unigram_entropy", unigram},
-                  {"order1_entropy", order1},
-                  {"expert_load", held_out.load}}},
-                {"seconds", seconds},
-                {"tokens_per_s", speed},
-                {"loss_hash", fmt::format("{:016x}", state.loss_hash)}});
-  report.publish();
+  progress.finish(state, held_out);
   return 0;
 }
 

@@ -12,6 +12,7 @@
 #include "base/error.hpp"
 #include "base/rng.hpp"
 #include "commands.hpp"
+#include "cpu/group.hpp"
 #include "layer/compare.hpp"
 #include "layer/run_case.hpp"
 
@@ -189,7 +190,11 @@ void run_fuzz(const Flags& flags, Verdict& verdict) {
 
 int run_verify(const Flags& flags) {
   static_cast<void>(check_layer_options(flags.layer));
-  static_cast<void>(parse_ranks(flags.ranks));
+  for (const int num_ranks : parse_ranks(flags.ranks)) {
+    for (std::int64_t i = 0; i < flags.schedules && !flags.fuzz; ++i) {
+      cpu::check_num_threads(num_ranks, schedule_at(flags, i));
+    }
+  }
   if (flags.dtype != "both" && flags.dtype != "f32" && flags.dtype != "bf16") {
     throw_invalid("--dtype is {}; it can be both, f32 or bf16", quote(flags.dtype));
   }

@@ -161,8 +161,7 @@ uniep_status uniep_group_create(const uniep_group_options* options, uniep_group*
     *group = nullptr;
     const auto o = read(options, "options", sizeof(uniep_group_options), uniep_group_options_init);
     if (o.dtype != UNIEP_BF16 && o.dtype != UNIEP_F32) {
-      uniep::throw_invalid("dtype is {}; it can be UNIEP_BF16 (0) or UNIEP_F32 (1)",
-                           static_cast<int>(o.dtype));
+      uniep::throw_invalid("dtype is {}; it can be UNIEP_BF16 (0) or UNIEP_F32 (1)", o.dtype);
     }
     if (o.wait_bound_ms < 1) {
       uniep::throw_invalid("wait_bound_ms is {}; it must be at least 1", o.wait_bound_ms);

@@ -39,7 +39,7 @@ typedef struct uniep_group_options {
   int32_t num_ranks;
   int32_t num_experts; /* E, over all ranks */
   int32_t topk;        /* k */
-  uniep_dtype dtype;   /* of x, w1, w2, out, d_out and d_x */
+  int32_t dtype;       /* a uniep_dtype: of x, w1, w2, out, d_out and d_x */
   int64_t hidden;      /* H */
   int64_t ffn;         /* F */
   int64_t max_tokens_per_rank;

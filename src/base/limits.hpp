@@ -6,5 +6,7 @@ namespace uniep {
 
 inline constexpr int kMaxTopk = 64;
 inline constexpr int kMaxRanks = 1024;
+// Ranks times workers: beyond, threads do little but take turns, and a run seems to hang.
+inline constexpr int kMaxThreads = 4096;
 
 }  // namespace uniep

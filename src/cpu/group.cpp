@@ -6,6 +6,7 @@
 
 #include "base/error.hpp"
 #include "base/hash.hpp"
+#include "base/limits.hpp"
 
 namespace uniep::cpu {
 namespace {
@@ -13,9 +14,10 @@ namespace {
 const GroupConfig& checked(const GroupConfig& config) {
   validate(config.schedule);
   const HeapShape& s = config.shape;
-  if (s.num_ranks < 1 || s.num_ranks > 1024) {
-    throw_invalid("num_ranks is {}; it must be 1 to 1024", s.num_ranks);
+  if (s.num_ranks < 1 || s.num_ranks > kMaxRanks) {
+    throw_invalid("num_ranks is {}; it must be 1 to {}", s.num_ranks, kMaxRanks);
   }
+  check_num_threads(s.num_ranks, config.schedule);
   if (s.topk < 1 || s.topk > 64) throw_invalid("topk is {}; it must be 1 to 64", s.topk);
   if (s.hidden < 1) throw_invalid("hidden is {}; it must be at least 1", s.hidden);
   if (s.max_tokens < 0 || s.max_tokens > (std::int64_t{1} << 31) / s.topk - 1) {
@@ -70,6 +72,14 @@ Group::Group(GroupConfig config)
   epochs_ = std::vector<RankEpochs>(static_cast<std::size_t>(num_ranks));
   bootstrap_ = std::move(bootstrap);
   if (bootstrap_) bootstrap_->watch(*state_);
+}
+
+void check_num_threads(int num_ranks, const Schedule& schedule) {
+  const int threads = num_ranks * schedule.workers;
+  if (threads > kMaxThreads) {
+    throw_invalid("{} ranks with {} workers each are {} threads; at most {} are served", num_ranks,
+                  schedule.workers, threads, kMaxThreads);
+  }
 }
 
 RankEpochs& Group::epochs(int rank) {

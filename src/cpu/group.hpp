@@ -43,6 +43,9 @@ struct RankEpochs {
   std::atomic<bool> attached = false;  // to a layer
 };
 
+// Errors: invalid_argument for more threads than are served.
+void check_num_threads(int num_ranks, const Schedule& schedule);
+
 class Group {
  public:
   // Errors: invalid_argument for a schedule or shape that cannot run; world if memory is refused.

@@ -127,30 +127,15 @@ CUtensorMap gate_up_map(const void* base, u64 experts, u64 ffn, u64 hidden) {
                           .box = {64, 8, 2, 4, 1}});
 }
 
-// [rows, 32 columns] boxes of a, and of h with gate and up as the middle dimension.
-CUtensorMap narrow_rows_map(const void* base, u64 rows, u64 columns) {
-  return make_tensor_map({.base = base,
-                          .extents = {columns, rows, 1},
-                          .pitches = {1, columns, rows * columns},
-                          .box = {32, 64, 1},
-                          .swizzle_bytes = 64});
-}
-CUtensorMap h_map(const void* base, u64 rows, u64 ffn) {
-  return make_tensor_map({.base = base,
-                          .extents = {ffn, 2, rows},
-                          .pitches = {1, ffn, 2 * ffn},
-                          .box = {32, 1, 64},
-                          .swizzle_bytes = 64});
-}
-
 Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
                      const GroupedGemm& p, int band) {
   const auto num_experts = static_cast<u64>(experts.num_experts);
   const auto rows = static_cast<u64>(experts.capacity);
   const auto n = static_cast<u64>(p.n);
   const auto k = static_cast<u64>(p.k);
+  const bool f32 = out_type == ElementType::f32;
+  const MapElement out_element = f32 ? MapElement::f32 : MapElement::bf16;
   Problem problem{};
-  problem.out = p.out;
   problem.band = std::max(1, band);
   switch (op) {
     case GemmOp::fprop:
@@ -160,28 +145,27 @@ Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
       problem.b = matrix_map(p.x, MapElement::bf16, 1, rows, k, 64);
       if (op == GemmOp::fprop) {
         problem.a = matrix_map(p.w, MapElement::bf16, num_experts, n, k, 64);
+        problem.d = matrix_map(p.out, MapElement::bf16, 1, rows, n, 64);
         break;
       }
       problem.a = gate_up_map(p.w, num_experts, n / 2, k);
-      problem.d = narrow_rows_map(p.out, rows, n / 2);
+      problem.out = p.out;
+      problem.h = p.h;
       problem.row_weights = p.row_weights;
-      problem.write_h = p.h != nullptr ? 1 : 0;
-      if (p.h != nullptr) problem.h = h_map(p.h, rows, n / 2);
       break;
     case GemmOp::dgrad:
       problem.m_extent = static_cast<int>(k);
       problem.k_extent = static_cast<int>(n);
       problem.a = matrix_map(p.w, MapElement::bf16, num_experts, n, k, 64);
       problem.b = matrix_map(p.d_y, MapElement::bf16, 1, rows, n, 64);
-      if (out_type == ElementType::f32) {
-        problem.d = matrix_map(p.out, MapElement::f32, 1, rows, k, 32);
-      }
+      problem.d = matrix_map(p.out, out_element, 1, rows, k, f32 ? 32 : 64);
       break;
     case GemmOp::wgrad:
       problem.m_extent = static_cast<int>(n);
       problem.n_extent = static_cast<int>(k);
       problem.a = matrix_map(p.d_y, MapElement::bf16, 1, rows, n, 64);
       problem.b = matrix_map(p.x, MapElement::bf16, 1, rows, k, 64);
+      problem.d = matrix_map(p.out, out_element, num_experts, n, k, 64);
       problem.add = p.accumulate ? 1 : 0;
       break;
   }

@@ -52,16 +52,15 @@ inline constexpr KernelConfig kWgradF32{ptx::Major::mn, ptx::Major::mn, Epilogue
 struct Problem {
   CUtensorMap a;
   CUtensorMap b;
-  CUtensorMap d;             // rows_f32, rows_swiglu
-  CUtensorMap h;             // rows_swiglu with write_h
-  void* out;                 // the others
+  CUtensorMap d;             // not for rows_swiglu
+  void* out;                 // rows_swiglu: a
+  void* h;                   // rows_swiglu: nullptr if not wanted
   const float* row_weights;  // rows_swiglu: [capacity], the top-k weight of each row
   int m_extent;
   int n_extent;  // grad_*: columns of d; otherwise each expert's rows
   int k_extent;  // rows_*: columns of the rows; otherwise each expert's rows
-  int write_h;
-  int add;   // grad_f32: add to d instead of storing
-  int band;  // n tiles that are walked together, for the L2 cache
+  int add;       // grad_f32: add to d instead of storing
+  int band;      // n tiles that are walked together, for the L2 cache
 };
 
 struct KernelArgs {

@@ -65,6 +65,7 @@ class Trainer {
   }
 
   Evaluation run() {
+    if (options_.on_start) options_.on_start();
     {
       std::vector<std::jthread> ranks;
       for (int rank = 0; rank < options_.num_ranks; ++rank) {

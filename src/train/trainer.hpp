@@ -26,6 +26,8 @@ struct TrainOptions {
   Schedule schedule;
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
   std::int64_t steps = 0;  // trains until the state has done as many
+  // Called once, when sizes, schedule and memory have been found good and before any step.
+  std::function<void()> on_start;
   // Called by one rank after each step, while the others leave the state alone.
   std::function<void(const ModelState&, const StepResult&)> after_step;
   // Called by each rank before a step (the number of the step to come); for tests: it may throw.

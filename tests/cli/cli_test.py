@@ -337,6 +337,13 @@ class CliTest(unittest.TestCase):
         }.items():
             self.refused("run", self.case, "-o", self.out, "--schedule", schedule, says=says)
 
+    def test_too_many_threads(self):
+        self.ok("case", "-o", self.case, "--global-tokens", 8)
+        for flags in (("--ranks", 1024, "--schedule", "workers=64"),
+                      ("--ranks", 17, "--schedule", "workers=256", "--processes")):
+            self.refused("run", self.case, "-o", self.out, *flags, says=("threads", "4096"))
+            self.refused("verify", "--global-tokens", 8, *flags, says=("threads", "4096"))
+
     # -- refusals of files
 
     def test_bad_files(self):
@@ -799,6 +806,10 @@ class CliTest(unittest.TestCase):
         self.refused("train", *flags, "--checkpoint", text, says="--checkpoint and --text")
         self.refused("train", *flags, "--resume", text, says="text")
         self.refused("train", "--resume", self.path("none"), says="none")
+        self.refused("train", "--hidden", 4096, "--experts", 1024, "--ffn", 16384, code=3,
+                     says=("the model", "available"))
+        self.refused("train", "--batch", 4096, "--sequence", 4096, code=3,
+                     says="available")
         checkpoint = self.path("checkpoint")
         self.ok("train", *flags, "--checkpoint", checkpoint)
         resume = ("train", "--text", text, "--resume", checkpoint)

@@ -341,6 +341,26 @@ void test_wgrad(Report& report, const Layout& layout, std::int64_t n, std::int64
                what + ": main_grad gets exactly one rounded addition");
 }
 
+// An addition to main_grad flushes nothing: subnormal gradients and sums stay what they are.
+void test_subnormal_grad(Report& report) {
+  constexpr std::int64_t kN = 136, kK = 264, kCount = 2 * kN * kK;
+  const Experts experts(make_layout({100, 7}));
+  const Buffer<bf16> d_y(experts.layout.capacity * kN), x(experts.layout.capacity * kK);
+  const Buffer<float> wide(kCount), main_grad(kCount), expected(kCount);
+  fill_rows(d_y, experts, kN, 51, Padding::zero);
+  fill_random(x, 52, 1e-39F);
+  fill_random(main_grad, 53, 1e-39F);
+  fill_random(expected, 53, 1e-39F);
+  GroupedGemm problem{.n = kN, .k = kK, .x = x.get(), .d_y = d_y.get(), .out = wide.get()};
+  run(GemmOp::wgrad, ElementType::f32, experts, problem);
+  add_kernel<<<1024, 256>>>(expected.get(), wide.get(), kCount);
+  problem.out = main_grad.get();
+  problem.accumulate = true;
+  run(GemmOp::wgrad, ElementType::f32, experts, problem);
+  report.check(count_differences(expected.get(), main_grad.get(), kCount) == 0,
+               "an addition to a subnormal main_grad flushes nothing");
+}
+
 // A row's bits depend on nothing but the row: not on how many rows its expert has (and so not on
 // the width of its tile), not on its place, not on what the others hold.
 void test_other_rows(Report& report) {
@@ -544,6 +564,7 @@ int main(int argc, char** argv) {
     test_wgrad(report, ragged, shape[0], shape[1]);
   }
   test_other_rows(report);
+  test_subnormal_grad(report);
   test_table(report);
   test_graph(report);
   test_refusals(report);

@@ -13,6 +13,7 @@ inline constexpr int kBoxesA = kTileM / 64;
 inline constexpr int kBoxesB = kTileN / 64;
 inline constexpr int kNumConsumers = 2;       // warpgroups that multiply
 inline constexpr int kNumStagingBuffers = 2;  // per consumer, each one box
+inline constexpr int kMaxHeldStages = 2;      // whose A boxes a consumer stages through besides
 inline constexpr int kNumTickets = 2;
 
 struct alignas(1024) SharedStorage {
