@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -123,9 +124,16 @@ Address address_of(const Job& job) {
   return result;
 }
 
+// Neither connecting to a full queue nor sending to a process that is stopped may block for long.
+void limit_sends(int socket) {
+  const timeval second{.tv_sec = 1, .tv_usec = 0};
+  static_cast<void>(::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second));
+}
+
 Descriptor open_socket() {
   Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (socket.get() < 0) throw_world("the system refused a socket: {}", std::strerror(errno));
+  limit_sends(socket.get());
   return socket;
 }
 
@@ -168,8 +176,8 @@ void Descriptor::reset() {
 
 Bootstrap::Bootstrap(const Job& job, const std::string& agreement, std::chrono::nanoseconds bound)
     : job_(job),
-      bound_(bound),
-      deadline_(Clock::now() + bound),
+      bound_(std::min<std::chrono::nanoseconds>(bound, std::chrono::hours(24 * 365))),
+      deadline_(Clock::now() + bound_),
       exceptions_(std::uncaught_exceptions()) {
   if (job.num_ranks < 1 || job.rank < 0 || job.rank >= job.num_ranks) {
     throw_invalid("the job has rank {} of {}; ranks are 0 to {}", job.rank, job.num_ranks,
@@ -248,6 +256,7 @@ void Bootstrap::gather(const std::string& agreement) {
 std::optional<Bootstrap::Hello> Bootstrap::admit(const Descriptor& listener) {
   Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (socket.get() < 0 || !same_user(socket.get())) return std::nullopt;
+  limit_sends(socket.get());
   // A rank says hello right after it connects.
   pollfd polled{.fd = socket.get(), .events = POLLIN, .revents = 0};
   if (::poll(&polled, 1, std::min(until(deadline_), 1000)) <= 0) return std::nullopt;
