@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Plants each fault of tests/mutants/*.patch in a copy of the tree and runs the command that must
 # notice it. Exit code 1: a fault went unnoticed; 2: a patch or the untouched tree does not work.
-#   tests/mutants/run.sh [JOBS]
+#   tests/mutants/run.sh [JOBS [NAME…]]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 jobs=${1:-2}
+names=("${@:2}")
+[ ${#names[@]} -gt 0 ] || names=(tests/mutants/*.patch)
+patches=()
+for name in "${names[@]}"; do patches+=("tests/mutants/$(basename "$name" .patch).patch"); done
 limit=120  # seconds of a command: a fault that makes it hang is noticed too
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -38,11 +42,11 @@ for preset in release tsan; do
 done
 while read -r command; do
   run "$command" || give_up "the untouched tree fails: $command" run.log
-done < <(for patch in tests/mutants/*.patch; do field "$patch" Run; done | sort -u)
+done < <(for patch in "${patches[@]}"; do field "$patch" Run; done | sort -u)
 echo "the untouched tree passes every command"
 
 survived=0
-for patch in tests/mutants/*.patch; do
+for patch in "${patches[@]}"; do
   name=$(basename "$patch" .patch)
   preset=$(field "$patch" Build)
   patch -p1 --fuzz=0 --no-backup-if-mismatch -s <"$patch" >patch.log 2>&1 ||
