@@ -12,6 +12,7 @@
 
 #include "base/error.hpp"
 #include "commands.hpp"
+#include "io/output_file.hpp"
 #include "uniep/version.hpp"
 
 namespace {
@@ -77,6 +78,7 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error) {
 
 int main(int argc, char** argv) {
   open_standard_streams();
+  uniep::remove_unfinished_files_on_signals();
   CLI::App app{"The expert layer of Mixture-of-Experts models: the same bits on any schedule."};
   app.name("uniep");
   app.set_version_flag("--version", std::string("uniep ") + UNIEP_VERSION);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <system_error>
@@ -27,9 +28,10 @@ std::int64_t now_ns() {
 struct Queue {
   std::mutex mutex;
   std::size_t next = 0;
-  std::vector<std::size_t> aside;  // ascending
-  // What the oldest task aside waited for when nothing in the list could run, and its role.
-  std::optional<std::pair<Role, Awaited>> stuck;
+  std::vector<std::size_t> aside;  // ascending; a worker takes one out while it looks at it
+  // What each task that was set aside waited for at the last look, by ticket, until it runs.
+  std::map<std::size_t, Awaited> waits;
+  std::size_t first_looks = 0;  // tasks drawn and not yet looked at
 };
 
 struct Progress {
@@ -85,48 +87,56 @@ class Runner {
     int round = 0;
     while (true) {
       throw_if_aborted(group_.state(), rank_);
-      std::optional<Awaited> oldest;
       bool finished = false;
-      if (const Task* task = take(tasks, queue, oldest, finished)) {
+      if (const Task* task = take(tasks, queue, finished)) {
         run(*task, phase, worker, trace);
         idle = false;
         round = 0;
         continue;
       }
       if (finished) return;
-      // Without `oldest` another worker is looking at what was set aside.
       const auto now = std::chrono::steady_clock::now();
       const std::uint64_t progress_now = group_.state().progress.load(std::memory_order_relaxed);
       if (!idle || progress_now != progress) idle_since = now;
       idle = true;
       progress = progress_now;
-      if (oldest && now - idle_since > group_.state().bound) {
-        expire(group_.state(), first_cause(progress_[phase]).value_or(*oldest), now - idle_since);
+      if (now - idle_since > group_.state().bound) {
+        if (const auto cause = first_cause(phase)) {
+          expire(group_.state(), *cause, now - idle_since);
+        }
       }
       pause_for(round++);
     }
   }
 
-  // Of both lists' stuck tasks the one of the earlier role: a reduce that waits because a fan-out
-  // of this rank does is a consequence.
-  static std::optional<Awaited> first_cause(Progress& progress) {
+  // Of all that the tasks set aside in both lists wait for, what the one of the earliest role does:
+  // a reduce that waits because a fan-out of this rank does is a consequence. None while a task was
+  // not looked at, or all that was missing has come: then this rank goes on.
+  std::optional<Awaited> first_cause(std::size_t phase) {
     std::optional<std::pair<Role, Awaited>> first;
-    for (Queue* queue : {&progress.comm, &progress.compute}) {
-      const std::lock_guard lock(queue->mutex);
-      if (queue->stuck && (!first || queue->stuck->first < first->first)) first = queue->stuck;
-    }
-    if (!first) return std::nullopt;
+    const auto look = [&](const std::vector<Task>& tasks, Queue& queue) {
+      const std::lock_guard lock(queue.mutex);
+      for (const auto& [ticket, awaited] : queue.waits) {
+        const Role role = tasks[ticket].role;
+        if (read_acquire(awaited.word) < awaited.expected && (!first || role < first->first)) {
+          first.emplace(role, awaited);
+        }
+      }
+      return queue.first_looks == 0;
+    };
+    Progress& progress = progress_[phase];
+    const bool all_looked_at =
+        look(phases_[phase].comm, progress.comm) && look(phases_[phase].compute, progress.compute);
+    if (!all_looked_at || !first) return std::nullopt;
     return first->second;
   }
 
-  // A task that can run now, or none: then what the oldest one seen waits for, and whether all
-  // tickets are drawn and nothing is aside.
-  const Task* take(const std::vector<Task>& tasks, Queue& queue, std::optional<Awaited>& oldest,
-                   bool& finished) {
+  // A task that can run now, or none: then whether all tasks of the list run or have run.
+  const Task* take(const std::vector<Task>& tasks, Queue& queue, bool& finished) {
     std::size_t look_at = 0;  // place among those aside
-    std::optional<std::pair<Role, Awaited>> stuck;
     while (true) {
       std::size_t ticket = 0;
+      bool is_new = false;
       {
         const std::lock_guard lock(queue.mutex);
         if (look_at < queue.aside.size()) {
@@ -134,22 +144,21 @@ class Runner {
           queue.aside.erase(queue.aside.begin() + static_cast<std::ptrdiff_t>(look_at));
         } else if (queue.next < tasks.size() && queue.aside.size() < kWindow) {
           ticket = queue.next++;
+          is_new = true;
+          ++queue.first_looks;
         } else {
-          finished = queue.next == tasks.size() && queue.aside.empty();
-          if (stuck) {
-            oldest = stuck->second;
-            queue.stuck = stuck;
-          }
+          finished = queue.next == tasks.size() && queue.waits.empty() && queue.first_looks == 0;
           return nullptr;
         }
       }
       const std::optional<Awaited> missing = functions_.missing(tasks[ticket]);
       const std::lock_guard lock(queue.mutex);
+      if (is_new) --queue.first_looks;
       if (!missing) {
-        queue.stuck.reset();
+        queue.waits.erase(ticket);
         return &tasks[ticket];
       }
-      if (!stuck) stuck.emplace(tasks[ticket].role, *missing);
+      queue.waits.insert_or_assign(ticket, *missing);
       const auto place = std::lower_bound(queue.aside.begin(), queue.aside.end(), ticket);
       look_at = static_cast<std::size_t>(place - queue.aside.begin()) + 1;
       queue.aside.insert(place, ticket);

@@ -2,12 +2,17 @@
 #include "io/output_file.hpp"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
+#include <ctime>
+#include <mutex>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "io/tensor_file.hpp"
@@ -16,6 +21,74 @@ namespace uniep {
 namespace {
 
 std::string error_text(int error) { return std::generic_category().message(error); }
+
+constexpr std::array kEndingSignals{SIGHUP, SIGINT, SIGTERM};
+
+// The temporary names that exist. A thread holds the lock while it makes, renames or removes one,
+// with the ending signals blocked: their handler takes the same lock and must not interrupt its
+// holder.
+class TemporaryNames {
+ public:
+  void lock() {
+    sigset_t ending;
+    sigset_t old;
+    ::sigemptyset(&ending);
+    for (const int signal : kEndingSignals) ::sigaddset(&ending, signal);
+    ::pthread_sigmask(SIG_BLOCK, &ending, &old);
+    while (is_locked_.test_and_set(std::memory_order_acquire)) rest();
+    mask_before_ = old;
+  }
+  void unlock() {
+    const sigset_t old = mask_before_;
+    is_locked_.clear(std::memory_order_release);
+    ::pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  }
+
+  // Under the lock.
+  void add(const std::string& path) { entries_.push_back({::getpid(), path}); }
+  void remove(const std::string& path) {
+    std::erase_if(entries_, [&](const Entry& entry) { return entry.path == path; });
+  }
+
+  // In the handler, where only calls that are safe there may be made. Keeps the lock: no further
+  // name is made while the process ends.
+  void remove_all_files() {
+    for (int i = 0; is_locked_.test_and_set(std::memory_order_acquire); ++i) {
+      if (i == 2000) return;  // two seconds: a file system that hangs must not keep the process
+      rest();
+    }
+    const pid_t process = ::getpid();  // a forked child knows its parent's names
+    for (const Entry& entry : entries_) {
+      if (entry.process == process) ::unlink(entry.path.c_str());
+    }
+  }
+
+ private:
+  struct Entry {
+    pid_t process = 0;
+    std::string path;
+  };
+  static void rest() {
+    const timespec millisecond{.tv_sec = 0, .tv_nsec = 1000000};
+    ::nanosleep(&millisecond, nullptr);
+  }
+
+  std::atomic_flag is_locked_;
+  sigset_t mask_before_{};  // of the holder
+  std::vector<Entry> entries_;
+};
+
+// Lives until the process ends: the handler may run at any time.
+TemporaryNames& temporary_names() {
+  static auto* const names = new TemporaryNames;
+  return *names;
+}
+
+extern "C" void end_without_unfinished_files(int signal) {
+  temporary_names().remove_all_files();
+  ::signal(signal, SIG_DFL);
+  ::raise(signal);  // delivered when the handler returns
+}
 
 std::string link_of(int fd) { return fmt::format("/proc/self/fd/{}", fd); }
 
@@ -54,7 +127,10 @@ OutputFile::OutputFile(std::string_view kind, const std::string& path)
 
 OutputFile::~OutputFile() {
   if (fd_ >= 0) ::close(fd_);
-  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  if (temporary_.empty()) return;
+  const std::lock_guard lock(temporary_names());
+  ::unlink(temporary_.c_str());
+  temporary_names().remove(temporary_);
 }
 
 void OutputFile::write(std::span<const std::byte> bytes) {
@@ -73,6 +149,16 @@ void OutputFile::sync() {
 void OutputFile::publish() {
   if (is_device_) return;
   sync();
+  rename_to_target();
+  // The name itself, as far as the file system allows it.
+  const int folder = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return;
+  ::fsync(folder);
+  ::close(folder);
+}
+
+void OutputFile::rename_to_target() {
+  const std::lock_guard lock(temporary_names());
   if (temporary_.empty()) {
     // A link cannot replace a file, only a rename can: the name beside it lives for that moment.
     int linked = 0;
@@ -86,15 +172,12 @@ void OutputFile::publish() {
       temporary_.clear();
       fail(error);
     }
+    temporary_names().add(temporary_);
   }
   if (::close(std::exchange(fd_, -1)) != 0) fail(errno);
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail(errno);
+  temporary_names().remove(temporary_);
   temporary_.clear();
-  // The name itself, as far as the file system allows it.
-  const int folder = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (folder < 0) return;
-  ::fsync(folder);
-  ::close(folder);
 }
 
 std::filesystem::path OutputFile::new_name() const {
@@ -103,6 +186,7 @@ std::filesystem::path OutputFile::new_name() const {
 }
 
 void OutputFile::open_beside_target() {
+  const std::lock_guard lock(temporary_names());
   do {
     temporary_ = new_name();
     fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -112,6 +196,7 @@ void OutputFile::open_beside_target() {
     temporary_.clear();
     fail(error);
   }
+  temporary_names().add(temporary_);
 }
 
 void OutputFile::fail(int error) const {
@@ -128,6 +213,19 @@ void OutputFile::fail(int error) const {
                     quote(path_), error_text(error));
     default:
       throw_world("{} {} cannot be written: {}", kind_, quote(path_), error_text(error));
+  }
+}
+
+void remove_unfinished_files_on_signals() {
+  static_cast<void>(temporary_names());
+  for (const int signal : kEndingSignals) {
+    struct sigaction action {};
+    if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
+    action = {};
+    action.sa_handler = end_without_unfinished_files;
+    ::sigemptyset(&action.sa_mask);
+    for (const int other : kEndingSignals) ::sigaddset(&action.sa_mask, other);
+    ::sigaction(signal, &action, nullptr);
   }
 }
 

@@ -11,7 +11,9 @@
 namespace uniep {
 
 // Written without a name (or, where the file system cannot, under a temporary one beside the
-// target), synced, and named on publish(); whatever ends the process before leaves nothing behind.
+// target), synced, and named on publish(). Replacing a file takes a temporary name for a moment; a
+// process killed then, or anywhere where the file must have one, leaves it unless
+// remove_unfinished_files_on_signals() was called and the signal is one of its.
 // A character device such as /dev/null is written directly. Errors of all members: invalid_argument
 // where the path cannot be written, world for a full disk and the like.
 class OutputFile {
@@ -31,6 +33,7 @@ class OutputFile {
   [[noreturn]] void fail(int error) const;
   [[nodiscard]] std::filesystem::path new_name() const;
   void open_beside_target();
+  void rename_to_target();
 
   std::string kind_;
   std::string path_;
@@ -40,5 +43,9 @@ class OutputFile {
   int fd_ = -1;
   bool is_device_ = false;
 };
+
+// For programs, not for libraries: SIGHUP, SIGINT and SIGTERM, unless they are ignored, end this
+// process as they do by default, but no temporary name of an OutputFile stays behind.
+void remove_unfinished_files_on_signals();
 
 }  // namespace uniep
