@@ -6,28 +6,12 @@
 #include <limits>
 
 #include "base/error.hpp"
+#include "cuda/device_memory.hpp"
 
 namespace uniep::cuda {
 namespace {
 
-constexpr std::int64_t kAlignment = 256;  // bytes
-
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
-
-// Hands out aligned pieces of a block of memory that is not there yet.
-class Pieces {
- public:
-  explicit Pieces(std::int64_t start) : next_(start) {}
-  std::int64_t take(std::int64_t count, std::int64_t element_bytes) {
-    const std::int64_t piece = next_;
-    next_ += (count * element_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return piece;
-  }
-  [[nodiscard]] std::int64_t bytes() const { return next_; }
-
- private:
-  std::int64_t next_;
-};
 
 // Rows a rank may get, padding included, whatever the routing.
 std::int64_t rows_bound(const PlanShape& shape, std::int64_t num_ranks, std::int64_t experts) {
@@ -181,6 +165,7 @@ void DevicePlan::place_arrays(const Placement& placement,
       take(r.out.source_starts, runs);
       take(r.out.slots, choices);
       take(r.out.first_choices, choices);
+      take(r.out.owners, choices);
       take(r.out.row_sources, max_rows(rank));
       take(r.out.tiles, max_tiles(rank));
       take(r.out.counts, 1);

@@ -10,8 +10,9 @@
 
 namespace uniep::cuda {
 
-inline constexpr int kMaxPlanExperts = 512;   // a block has a thread for each
-inline constexpr int kMaxBlocksPerRank = 32;  // a block has a thread for each block of the group
+inline constexpr int kMaxPlanExperts = 512;    // a block has a thread for each
+inline constexpr int kMaxBlocksPerRank = 32;   // a block has a thread for each block of the group
+inline constexpr std::uint8_t kNoOwner = 255;  // of a masked choice
 inline constexpr int kPlanThreads = 512;
 inline constexpr int kPlanWarps = kPlanThreads / 32;
 
@@ -38,7 +39,7 @@ struct PlanRefusal {
 };
 
 // The arrays of uniep::Plan of one rank in device memory, with the same element types and values,
-// and the two that the CPU makes elsewhere. Sizes in brackets; what is not listed as used is not
+// and the three that the CPU makes elsewhere. Sizes in brackets; what is not listed as used is not
 // written: rows beyond the padded ones, tiles beyond num_tiles, places beyond rows_sent.
 struct PlanArrays {
   std::int64_t* expert_rows;    // [num_local_experts]
@@ -48,6 +49,7 @@ struct PlanArrays {
   std::int64_t* source_starts;  // [num_local_experts, num_ranks]
   std::int64_t* slots;          // [num_tokens, topk]
   std::uint8_t* first_choices;  // [num_tokens, topk]
+  std::uint8_t* owners;         // [num_tokens, topk] rank of the choice's expert, or kNoOwner
   std::int32_t* send_order;     // [rows_sent], in symmetric memory
   RowSource* row_sources;       // [padded rows]
   RowTile* tiles;               // [num_tiles], tile_m rows or fewer, in the tile order of experts

@@ -18,6 +18,18 @@ const char* name(WaitStage stage) {
       return "plan, exchange of counts";
     case WaitStage::plan_order:
       return "plan, exchange of send orders";
+    case WaitStage::dispatch_consumed:
+      return "dispatch, end of the peer's operation before";
+    case WaitStage::dispatch_tokens:
+      return "dispatch, the peer's number of tokens";
+    case WaitStage::dispatch_rows:
+      return "dispatch, rows of the peer";
+    case WaitStage::dispatch_end:
+      return "dispatch, end of the rank's blocks";
+    case WaitStage::combine_rows:
+      return "combine, results of the peer";
+    case WaitStage::combine_end:
+      return "combine, end of the rank's blocks";
   }
   return "?";
 }

@@ -18,7 +18,17 @@ namespace uniep::cuda {
 inline constexpr int kMaxDeviceRanks = 16;
 
 // What a kernel waited for; the host has the words.
-enum class WaitStage : std::int32_t { plan_blocks, plan_counts, plan_order };
+enum class WaitStage : std::int32_t {
+  plan_blocks,
+  plan_counts,
+  plan_order,
+  dispatch_consumed,
+  dispatch_tokens,
+  dispatch_rows,
+  dispatch_end,
+  combine_rows,
+  combine_end,
+};
 
 struct WaitReport {
   std::int32_t rank;
@@ -42,6 +52,9 @@ struct RankControl {
   // In rank 0's part only: taken by the thread that may report, as only the first failure is told.
   std::uint64_t report_claim;
   WaitReport report;
+  // The epoch of the rank's last combine in this generation, or 0. Written as `epoch` is, and read
+  // by the rank's next dispatch: what every peer's `consumed` must have reached.
+  std::uint64_t last_combine;
 };
 
 inline constexpr std::int64_t kControlBytes = 256;

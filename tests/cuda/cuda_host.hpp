@@ -59,6 +59,7 @@ class Report {
  public:
   void check(bool passed, const std::string& what) {
     std::printf("%s %s\n", passed ? "PASS" : "FAIL", what.c_str());
+    std::fflush(stdout);
     (passed ? passed_ : failed_)++;
   }
   [[nodiscard]] int finish() const {

@@ -89,6 +89,7 @@ class Group {
       poison(out.source_starts, experts * num_ranks());
       poison(out.slots, choices);
       poison(out.first_choices, choices);
+      poison(out.owners, choices);
       poison(out.send_order, choices);
       poison(out.row_sources, plan_.max_rows(rank));
       poison(out.tiles, plan_.max_tiles(rank));
@@ -123,6 +124,7 @@ class Group {
       note(equals(out.source_starts, plan.source_starts), "source_starts");
       note(equals(out.slots, plan.slots), "slots");
       note(equals(out.first_choices, plan.first_choices), "first_choices");
+      note(equals(out.owners, expected.owners), "owners");
       note(equals(out.send_order, plan.send_order), "send_order");
       note(equals(out.row_sources, expected.row_sources), "row_sources");
       note(equals(out.tiles, expected.tiles), "tiles");

@@ -175,12 +175,17 @@ std::vector<Expected> expect_plans(const Routing& routing,
                                          .topk_ids = ids[at(rank)],
                                          .splits = splits,
                                          .placement = &placement}),
+                      .owners = {},
                       .row_sources = {},
                       .tiles = {}};
     std::vector<std::int32_t> order(at(placement.num_local_experts(rank)));
     std::iota(order.begin(), order.end(), 0);
     if (!routing.tile_orders.empty()) order = routing.tile_orders[at(rank)];
     expected.tiles = make_row_tiles(expected.plan, routing.tile_m, order);
+    for (const std::int32_t id : ids[at(rank)]) {
+      const std::int32_t owner = id < 0 ? cuda::kNoOwner : placement.rank_of[at(id)];
+      expected.owners.push_back(static_cast<std::uint8_t>(owner));
+    }
     expected.row_sources.assign(at(expected.plan.padded_rows()), {-1, -1});
     all.push_back(std::move(expected));
   }

@@ -34,6 +34,7 @@ struct Routing {
 // What a rank of the device plan must hold.
 struct Expected {
   Plan plan;
+  std::vector<std::uint8_t> owners;
   std::vector<cuda::RowSource> row_sources;
   std::vector<RowTile> tiles;
 };

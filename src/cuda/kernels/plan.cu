@@ -4,6 +4,7 @@
 // row of every expert, and a match within 32 choices the places of the rest: positions never depend
 // on who arrives first.
 #include "cuda/kernels/unroll.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/plan_args.hpp"
 #include "cuda/wait.cuh"
 
@@ -389,7 +390,8 @@ __device__ int find_first_choice(const Block& block, const Shared& shared, u32 p
   return static_cast<int>(place - token);
 }
 
-// slots, first_choices and send_order. warp_counts hold the next place of every expert's rows.
+// slots, first_choices, owners and send_order. warp_counts hold the next place of every expert's
+// rows.
 __device__ void place_choices(const Block& block, const Shared& shared, u32* warp_counts) {
   const PlanArgs& args = block.args;
   const PlanArrays& out = block.mine.out;
@@ -421,6 +423,7 @@ __device__ void place_choices(const Block& block, const Shared& shared, u32* war
     if (place >= end) return;
     out.slots[place] = id >= 0 ? std::int64_t{shared.slot_bias[id] + send_place} : -1;
     out.first_choices[place] = static_cast<std::uint8_t>(choice);
+    out.owners[place] = id >= 0 ? static_cast<std::uint8_t>(owner) : kNoOwner;
     if (id >= 0) out.send_order[send_place] = static_cast<std::int32_t>(place);
   });
 }
@@ -552,37 +555,17 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
 }  // namespace
 
 cudaError_t count_resident_plan_blocks(std::size_t shared_bytes, int* blocks) {
-  int device = 0, num_sms = 0, per_sm = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(
-        plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-        static_cast<int>(plan_shared_bytes(kMaxPlanExperts, kMaxPlanExperts, kMaxDeviceRanks)));
-  }
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, plan_kernel, kPlanThreads,
-                                                          shared_bytes);
-  }
-  *blocks = per_sm * num_sms;
-  return error;
+  const cudaError_t error = cudaFuncSetAttribute(
+      plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      static_cast<int>(plan_shared_bytes(kMaxPlanExperts, kMaxPlanExperts, kMaxDeviceRanks)));
+  if (error != cudaSuccess) return error;
+  return count_resident_blocks(plan_kernel, kPlanThreads, shared_bytes, blocks);
 }
 
 cudaError_t launch_plan(const PlanArgs& args, int num_local_ranks, std::size_t shared_bytes,
                         cudaStream_t stream) {
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_local_ranks * args.blocks_per_rank));
-  config.blockDim = dim3(kPlanThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, plan_kernel, args);
+  return launch(plan_kernel, true, num_local_ranks * args.blocks_per_rank, kPlanThreads,
+                shared_bytes, stream, args);
 }
 
 }  // namespace uniep::cuda

@@ -245,8 +245,8 @@ __device__ __forceinline__ void store_swiglu(const Problem& problem, const Tile&
         gate[i] = pack_bf16(acc[4 * j], acc[4 * j + 1]);
         up[i] = pack_bf16(acc[4 * j + 2], acc[4 * j + 3]);
         const float2 weight = weights.get(block, jj + i, drain.lane);
-        a[i] = pack_bf16(activation(first_of(gate[i]), first_of(up[i]), weight.x),
-                         activation(second_of(gate[i]), second_of(up[i]), weight.y));
+        a[i] = pack_bf16(activation<StoredBf16>(first_of(gate[i]), first_of(up[i]), weight.x),
+                         activation<StoredBf16>(second_of(gate[i]), second_of(up[i]), weight.y));
       }
       const std::uint32_t offset = swizzle64(0, 8 * jj + drain.lane, drain.warp);
       ptx::stmatrix_x4_trans(gates + offset, gate);

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,6 +26,9 @@ struct dim3 {
 struct int2 {
   int x;
   int y;
+};
+struct alignas(16) uint4 {
+  std::uint32_t x, y, z, w;
 };
 
 namespace uniep::emulation {
@@ -49,17 +54,32 @@ int __syncthreads_or(int predicate);
 inline void __syncwarp() { uniep::emulation::gather_warp(0); }
 std::uint32_t __match_any_sync(std::uint32_t mask, std::int32_t value);
 std::uint64_t gather_from(std::uint64_t value, std::uint32_t lane);
+std::uint32_t __ballot_sync(std::uint32_t mask, bool predicate);
 template <typename T>
 T __shfl_sync(std::uint32_t, T value, int lane) {
-  return static_cast<T>(gather_from(value, static_cast<std::uint32_t>(lane)));
+  return static_cast<T>(
+      gather_from(static_cast<std::uint64_t>(value), static_cast<std::uint32_t>(lane)));
+}
+inline float __shfl_xor_sync(std::uint32_t, float value, int distance) {
+  const std::uint64_t bits = std::bit_cast<std::uint32_t>(value);
+  return std::bit_cast<float>(
+      static_cast<std::uint32_t>(gather_from(bits, threadIdx.x % 32 ^ static_cast<unsigned>(distance))));
 }
 template <typename T>
 T __shfl_up_sync(std::uint32_t, T value, std::uint32_t distance) {
   const std::uint32_t lane = threadIdx.x % 32;
-  return static_cast<T>(gather_from(value, lane < distance ? lane : lane - distance));
+  return static_cast<T>(gather_from(static_cast<std::uint64_t>(value), lane < distance ? lane : lane - distance));
 }
 inline int __popc(std::uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+inline float __uint_as_float(std::uint32_t bits) { return std::bit_cast<float>(bits); }
+inline std::uint32_t __float_as_uint(float value) { return std::bit_cast<std::uint32_t>(value); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 template <typename T>
 T __ldcg(const T* pointer) {
   return *pointer;

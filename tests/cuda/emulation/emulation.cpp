@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -12,6 +15,9 @@
 // Under the thread sanitizer every CUDA thread is a thread to it, and only barriers and signals
 // order their accesses: it finds missing ones, in shared memory too. The emulation's own state is
 // hidden from it.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define UNIEP_SANITIZED
+#endif
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #define UNIEP_HIDDEN __attribute__((no_sanitize_thread, noinline))
@@ -45,8 +51,53 @@ struct Meeting {
   std::uint64_t values[2][kMost] = {};
 };
 
-struct Context {
+// A place to go on from. Between contexts that have started, a jump needs no system call, as
+// swapcontext does; sanitizers know only the latter.
+struct Place {
   ucontext_t state{};
+#ifndef UNIEP_SANITIZED
+  jmp_buf jump{};
+#endif
+};
+
+UNIEP_HIDDEN void switch_places(Place& from, Place& to, bool to_started) {
+#ifndef UNIEP_SANITIZED
+  if (_setjmp(from.jump) != 0) return;
+  if (to_started) _longjmp(to.jump, 1);
+  setcontext(&to.state);
+#else
+  static_cast<void>(to_started);
+  swapcontext(&from.state, &to.state);
+#endif
+}
+
+// Stacks are used again: a launch has thousands.
+class Stacks {
+ public:
+  std::unique_ptr<char[]> take() {
+    const std::lock_guard lock(mutex_);
+    if (spare_.empty()) return std::unique_ptr<char[]>(new char[kStackBytes]);
+    auto stack = std::move(spare_.back());
+    spare_.pop_back();
+    return stack;
+  }
+  void give(std::unique_ptr<char[]> stack) {
+    const std::lock_guard lock(mutex_);
+    spare_.push_back(std::move(stack));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<char[]>> spare_;
+};
+
+Stacks& stacks() {
+  static Stacks all;
+  return all;
+}
+
+struct Context {
+  Place place;
   std::unique_ptr<char[]> stack;
   const Meeting* meeting = nullptr;  // that it waits for the end of
   std::uint64_t number = 0;
@@ -61,7 +112,7 @@ struct BlockRun {
       : threads(count), kernel(body), contexts(new Context[count]), block(count) {}
   unsigned threads;
   const std::function<void()>* kernel;
-  ucontext_t scheduler{};
+  Place scheduler;
   void* scheduler_fiber = __tsan_get_current_fiber();
   std::unique_ptr<Context[]> contexts;
   Meeting block;
@@ -73,7 +124,7 @@ thread_local BlockRun* running = nullptr;
 UNIEP_HIDDEN void switch_out() {
   Context& self = running->contexts.get()[thread_index.x];
   __tsan_switch_to_fiber(running->scheduler_fiber, 1);
-  swapcontext(&self.state, &running->scheduler);
+  switch_places(self.place, running->scheduler, true);
 }
 
 UNIEP_HIDDEN void context_main() {
@@ -104,12 +155,13 @@ UNIEP_HIDDEN const std::uint64_t* gather(Meeting& meeting, unsigned member, std:
 void start_contexts(BlockRun& run) {
   for (unsigned thread = 0; thread < run.threads; ++thread) {
     Context& context = run.contexts[thread];
-    context.stack = std::unique_ptr<char[]>(new char[kStackBytes]);
+    context.stack = stacks().take();
     context.fiber = __tsan_create_fiber(0);
-    getcontext(&context.state);
-    context.state.uc_stack.ss_sp = context.stack.get();
-    context.state.uc_stack.ss_size = kStackBytes;
-    makecontext(&context.state, context_main, 0);
+    ucontext_t& state = context.place.state;
+    getcontext(&state);
+    state.uc_stack.ss_sp = context.stack.get();
+    state.uc_stack.ss_size = kStackBytes;
+    makecontext(&state, context_main, 0);
   }
 }
 
@@ -123,8 +175,8 @@ UNIEP_HIDDEN bool take_turns(BlockRun& run, Context* contexts) {
     if (context.ended || waits) continue;
     thread_index.x = thread;
     __tsan_switch_to_fiber(context.fiber, context.started ? 1 : 0);
-    context.started = true;
-    swapcontext(&run.scheduler, &context.state);
+    const bool started = std::exchange(context.started, true);
+    switch_places(run.scheduler, context.place, started);
   }
   return ended == run.threads;
 }
@@ -138,6 +190,7 @@ void run_block(unsigned index, unsigned threads, const std::function<void()>& ke
   for (unsigned thread = 0; thread < threads; ++thread) {
     __tsan_acquire(&run);
     __tsan_destroy_fiber(run.contexts[thread].fiber);
+    stacks().give(std::move(run.contexts[thread].stack));
   }
   running = nullptr;
 }
@@ -176,6 +229,13 @@ UNIEP_HIDDEN std::uint32_t __match_any_sync(std::uint32_t, std::int32_t value) {
   std::uint32_t same = 0;
   for (unsigned lane = 0; lane < 32; ++lane) same |= values[lane] == word ? 1U << lane : 0;
   return same;
+}
+
+UNIEP_HIDDEN std::uint32_t __ballot_sync(std::uint32_t, bool predicate) {
+  const std::uint64_t* values = uniep::emulation::gather_warp(predicate ? 1 : 0);
+  std::uint32_t set = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) set |= values[lane] != 0 ? 1U << lane : 0;
+  return set;
 }
 
 UNIEP_HIDDEN std::uint64_t gather_from(std::uint64_t value, std::uint32_t lane) {

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "layer/cuda/run_case.hpp"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "base/error.hpp"
+#include "layer/run_case.hpp"
+
+namespace uniep {
+namespace {
+
+using cuda::DeviceArray;
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw_world("{}: {}", what, cudaGetErrorString(error));
+}
+
+template <typename T>
+DeviceArray<T> upload(const std::vector<T>& all, std::int64_t first, std::int64_t count,
+                      const char* what) {
+  DeviceArray<T> array(count, what);
+  if (count == 0) return array;
+  check_cuda(cudaMemcpy(array.get(), all.data() + first,
+                        static_cast<std::size_t>(count) * sizeof(T), cudaMemcpyHostToDevice),
+             "a tensor cannot be copied to the GPU");
+  return array;
+}
+
+template <typename T>
+void download_to(std::vector<T>& all, std::int64_t first, const DeviceArray<T>& array) {
+  if (array.count() == 0) return;
+  check_cuda(cudaMemcpy(all.data() + first, array.get(),
+                        static_cast<std::size_t>(array.count()) * sizeof(T),
+                        cudaMemcpyDeviceToHost),
+             "a result cannot be copied from the GPU");
+}
+
+}  // namespace
+
+cuda::LayerShape layer_shape_of(const Case& data, int num_ranks, cuda::GemmEngine gemm) {
+  const std::vector<std::int64_t> tokens = tokens_of_ranks(data, num_ranks);
+  return {.topk = static_cast<int>(data.topk),
+          .hidden = data.hidden,
+          .ffn = data.ffn,
+          .max_tokens = *std::max_element(tokens.begin(), tokens.end()),
+          .dtype = data.dtype,
+          .gemm = gemm};
+}
+
+CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool backward)
+    : num_tokens_(data.num_tokens),
+      topk_(data.topk),
+      row_bytes_(data.hidden * (data.dtype == DType::bf16 ? 2 : 4)),
+      expert_elements_(data.hidden * data.ffn),
+      num_experts_(data.num_experts) {
+  if (backward && !data.d_out) {
+    throw_invalid("the case has no d_out, which a backward pass needs");
+  }
+  const std::vector<std::int64_t> tokens = tokens_of_ranks(data, placement.num_ranks);
+  const std::int64_t expert_bytes = row_bytes_ * data.ffn;
+  std::int64_t token = 0;
+  std::int64_t expert = 0;
+  for (int rank = 0; rank < placement.num_ranks; ++rank) {
+    Rank r;
+    r.first_token = token;
+    r.num_tokens = tokens[static_cast<std::size_t>(rank)];
+    r.first_expert = expert;
+    r.num_experts = placement.num_local_experts(rank);
+    const std::int64_t choice = token * topk_;
+    const std::int64_t choices = r.num_tokens * topk_;
+    const std::int64_t bytes = r.num_tokens * row_bytes_;
+    r.x = upload(data.x, token * row_bytes_, bytes, "x");
+    r.w1 = upload(data.w1, expert * 2 * expert_bytes, r.num_experts * 2 * expert_bytes, "w1");
+    r.w2 = upload(data.w2, expert * expert_bytes, r.num_experts * expert_bytes, "w2");
+    r.topk_ids = upload(data.topk_ids, choice, choices, "topk_ids");
+    r.topk_weights = upload(data.topk_weights, choice, choices, "topk_weights");
+    r.out = {bytes, "out"};
+    if (backward) {
+      r.d_out = upload(*data.d_out, token * row_bytes_, bytes, "d_out");
+      r.d_x = {bytes, "d_x"};
+      r.d_topk_weights = {choices, "d_topk_weights"};
+      r.d_w1 = {r.num_experts * 2 * expert_elements_, "d_w1"};
+      r.d_w2 = {r.num_experts * expert_elements_, "d_w2"};
+    }
+    token += r.num_tokens;
+    expert += r.num_experts;
+    ranks_.push_back(std::move(r));
+  }
+}
+
+std::vector<cuda::ForwardTensors> CaseTensors::forward() const {
+  std::vector<cuda::ForwardTensors> all;
+  for (const Rank& r : ranks_) {
+    all.push_back({.num_tokens = r.num_tokens,
+                   .x = r.x.get(),
+                   .topk_ids = r.topk_ids.get(),
+                   .topk_weights = r.topk_weights.get(),
+                   .w1 = r.w1.get(),
+                   .w2 = r.w2.get(),
+                   .out = r.out.get()});
+  }
+  return all;
+}
+
+std::vector<cuda::BackwardTensors> CaseTensors::backward(bool accumulate) const {
+  std::vector<cuda::BackwardTensors> all;
+  for (const Rank& r : ranks_) {
+    all.push_back({.d_out = r.d_out.get(),
+                   .w1 = r.w1.get(),
+                   .w2 = r.w2.get(),
+                   .d_x = r.d_x.get(),
+                   .d_topk_weights = r.d_topk_weights.get(),
+                   .d_w1 = r.d_w1.get(),
+                   .d_w2 = r.d_w2.get(),
+                   .accumulate = accumulate});
+  }
+  return all;
+}
+
+void CaseTensors::set_main_grad(float value) {
+  for (Rank& r : ranks_) {
+    for (DeviceArray<float>* gradient : {&r.d_w1, &r.d_w2}) {
+      const std::vector<float> values(static_cast<std::size_t>(gradient->count()), value);
+      *gradient = upload(values, 0, gradient->count(), "a main gradient");
+    }
+  }
+}
+
+CaseResult CaseTensors::download() const {
+  CaseResult result;
+  const bool backward = std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& r) {
+    return r.d_w1.count() > 0;
+  });
+  const auto bytes = static_cast<std::size_t>(num_tokens_ * row_bytes_);
+  const auto weights = static_cast<std::size_t>(num_experts_ * expert_elements_);
+  result.out.resize(bytes);
+  if (backward) {
+    result.d_x.resize(bytes);
+    result.d_topk_weights.resize(static_cast<std::size_t>(num_tokens_ * topk_));
+    result.d_w1.resize(2 * weights);
+    result.d_w2.resize(weights);
+  }
+  check_cuda(cudaDeviceSynchronize(), "a kernel failed");
+  for (const Rank& r : ranks_) {
+    download_to(result.out, r.first_token * row_bytes_, r.out);
+    download_to(result.d_x, r.first_token * row_bytes_, r.d_x);
+    download_to(result.d_topk_weights, r.first_token * topk_, r.d_topk_weights);
+    download_to(result.d_w1, r.first_expert * 2 * expert_elements_, r.d_w1);
+    download_to(result.d_w2, r.first_expert * expert_elements_, r.d_w2);
+  }
+  return result;
+}
+
+CaseResult run_case_cuda(const Case& data, const CudaRunOptions& options) {
+  const Placement placement =
+      make_contiguous_placement(static_cast<int>(data.num_experts), options.num_ranks);
+  const cuda::LayerShape shape = layer_shape_of(data, options.num_ranks, options.gemm);
+  const cuda::SymmetricMemory memory(
+      options.num_ranks, cuda::SplitLayer::bytes_per_rank(shape, options.schedule, placement),
+      options.wait_bound);
+  cuda::SplitLayer layer(memory, shape, options.schedule, placement, 0, options.num_ranks);
+  const CaseTensors tensors(data, placement, options.backward);
+  for (int i = 0; i < options.repeats; ++i) {
+    cuda::SplitLayer::Saved saved = layer.forward(tensors.forward(), nullptr);
+    if (options.backward) layer.backward(saved, tensors.backward(), nullptr);
+    layer.check(saved, nullptr);
+    layer.release(std::move(saved));
+  }
+  return tensors.download();
+}
+
+}  // namespace uniep

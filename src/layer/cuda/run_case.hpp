@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a case on the GPU: its ranks are virtual ranks of one GPU, all in one launch.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "cuda/split_layer.hpp"
+#include "uniep/case.hpp"
+
+namespace uniep {
+
+struct CudaRunOptions {
+  int num_ranks = 1;  // 1 to 16
+  cuda::SplitSchedule schedule;
+  cuda::GemmEngine gemm = cuda::GemmEngine::tensor_cores;
+  bool backward = false;  // needs the case's d_out
+  int repeats = 1;        // operations on the same group; the last one's results
+  std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
+};
+
+[[nodiscard]] cuda::LayerShape layer_shape_of(const Case& data, int num_ranks,
+                                              cuda::GemmEngine gemm);
+
+// The tensors of a case on the GPU, each rank's by itself, for a layer that runs all ranks.
+class CaseTensors {
+ public:
+  // Errors: invalid_argument where a backward lacks d_out; world for missing memory.
+  CaseTensors(const Case& data, const Placement& placement, bool backward);
+
+  [[nodiscard]] std::vector<cuda::ForwardTensors> forward() const;
+  [[nodiscard]] std::vector<cuda::BackwardTensors> backward(bool accumulate = false) const;
+  // d_w1 and d_w2 take these values, to be added to.
+  void set_main_grad(float value);
+  // Waits for the GPU.
+  [[nodiscard]] CaseResult download() const;
+
+ private:
+  struct Rank {
+    std::int64_t first_token = 0;
+    std::int64_t num_tokens = 0;
+    std::int64_t first_expert = 0;
+    std::int64_t num_experts = 0;
+    cuda::DeviceArray<std::byte> x, w1, w2, out, d_out, d_x;
+    cuda::DeviceArray<std::int32_t> topk_ids;
+    cuda::DeviceArray<float> topk_weights, d_topk_weights, d_w1, d_w2;
+  };
+  std::int64_t num_tokens_, topk_, row_bytes_, expert_elements_, num_experts_;
+  std::vector<Rank> ranks_;
+};
+
+// Errors: as run_case; world also where there is no GPU.
+[[nodiscard]] CaseResult run_case_cuda(const Case& data, const CudaRunOptions& options);
+
+}  // namespace uniep
