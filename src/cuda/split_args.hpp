@@ -85,9 +85,9 @@ struct CombineRank {
   const std::byte* y_rows;     // [padded rows, hidden]; the region y_rows where pulled
   const float* d_weight_rows;  // [padded rows], or nullptr; likewise
   std::int64_t num_tokens;
-  std::byte* out;          // [num_tokens, hidden]
-  float* d_topk_weights;   // [num_tokens, topk], or nullptr
-  std::int32_t experts;    // local ones
+  std::byte* out;         // [num_tokens, hidden]
+  float* d_topk_weights;  // [num_tokens, topk], or nullptr
+  std::int32_t experts;   // local ones
 };
 
 struct CombineArgs {

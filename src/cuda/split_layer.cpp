@@ -83,9 +83,8 @@ SplitRegions place_regions(const LayerShape& shape, const SplitSchedule& schedul
   const bool is_alone = ranks == 1;
   const bool push = schedule.dispatch == Direction::push && !is_alone;
   const bool pull = schedule.dispatch == Direction::pull && !is_alone;
-  r.recv_rows =
-      pieces.take(push ? ranks * tokens * (schedule.payload == Payload::choice ? shape.topk : 1) : 0,
-                  row);
+  r.recv_rows = pieces.take(
+      push ? ranks * tokens * (schedule.payload == Payload::choice ? shape.topk : 1) : 0, row);
   r.send_rows = pieces.take(pull ? tokens : 0, row);
   const bool pull_combine = schedule.combine == Direction::pull;
   const std::int64_t staged = pull_combine || is_alone ? 0 : tokens * shape.topk;
@@ -99,7 +98,8 @@ SplitRegions place_regions(const LayerShape& shape, const SplitSchedule& schedul
 
 void check_tensor(int rank, const char* name, const void* pointer, bool is_empty) {
   if (is_empty) return;
-  if (pointer == nullptr) throw_invalid("{} of rank {} is null; it must be device memory", name, rank);
+  if (pointer == nullptr)
+    throw_invalid("{} of rank {} is null; it must be device memory", name, rank);
   if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) {
     throw_invalid("{} of rank {} is at {}; a multiple of 16 bytes is needed", name, rank, pointer);
   }
@@ -236,8 +236,8 @@ MoveShape SplitLayer::move_shape() const {
           .max_tokens = shape_.max_tokens,
           .topk = shape_.topk,
           .chunk = schedule_.chunk,
-          .max_chunks =
-              static_cast<std::int32_t>((shape_.max_tokens + schedule_.chunk - 1) / schedule_.chunk),
+          .max_chunks = static_cast<std::int32_t>((shape_.max_tokens + schedule_.chunk - 1) /
+                                                  schedule_.chunk),
           .first_rank = first_rank_,
           .blocks_per_rank = schedule_.blocks_per_rank,
           .element_bytes = static_cast<std::int32_t>(element_bytes_),
@@ -289,14 +289,13 @@ void SplitLayer::multiply(const Saved& saved, int local, const Product& product,
         .h = with_activation ? saved.ranks[at(local)].h.get() : nullptr,
         .row_weights = with_activation ? saved.ranks[at(local)].weights.get() : nullptr,
         .accumulate = product.accumulate};
-    run_grouped_gemm(product.op, ElementType::bf16,
-                     product.is_f32 ? ElementType::f32 : ElementType::bf16,
-                     {.starts = plan.expert_starts,
-                      .rows = plan.expert_rows,
-                      .num_experts = experts,
-                      .capacity = max_rows_},
-                     {&problem, 1},
-                     {.stream = stream, .num_sms = schedule_.num_sms, .tickets = tickets_.get()});
+    run_grouped_gemm(
+        product.op, ElementType::bf16, product.is_f32 ? ElementType::f32 : ElementType::bf16,
+        {.starts = plan.expert_starts,
+         .rows = plan.expert_rows,
+         .num_experts = experts,
+         .capacity = max_rows_},
+        {&problem, 1}, {.stream = stream, .num_sms = schedule_.num_sms, .tickets = tickets_.get()});
     return;
   }
   const bool is_wgrad = product.op == GemmOp::wgrad;
@@ -431,9 +430,10 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
     check_tensor(rank, "d_out", t.d_out, num_tokens == 0);
     check_tensor(rank, "d_x", t.d_x, num_tokens == 0);
     check_tensor(rank, "d_topk_weights", t.d_topk_weights, num_tokens == 0);
-    for (const auto& [name, pointer] :
-         {std::pair<const char*, const void*>{"w1", t.w1}, {"w2", t.w2}, {"d_w1", t.d_w1},
-          {"d_w2", t.d_w2}}) {
+    for (const auto& [name, pointer] : {std::pair<const char*, const void*>{"w1", t.w1},
+                                        {"w2", t.w2},
+                                        {"d_w1", t.d_w1},
+                                        {"d_w2", t.d_w2}}) {
       check_tensor(rank, name, pointer, experts_of(local) == 0);
     }
     sends.push_back({.plan = plan_of(saved, local),

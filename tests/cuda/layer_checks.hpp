@@ -52,8 +52,12 @@ inline std::vector<SplitSchedule> split_schedules(int num_sms) {
                         .dispatch = dispatch,
                         .combine = combine,
                         .blocks_per_rank = 1 + i % 3,
-                        .push_warps = i % 4 == 0 ? 1 : i % 4 == 1 ? 15 : 8,
-                        .chunk = i % 3 == 0 ? 8 : i % 3 == 1 ? 1 : 5,
+                        .push_warps = i % 4 == 0   ? 1
+                                      : i % 4 == 1 ? 15
+                                                   : 8,
+                        .chunk = i % 3 == 0   ? 8
+                                 : i % 3 == 1 ? 1
+                                              : 5,
                         .num_sms = num_sms});
       }
     }
@@ -120,17 +124,16 @@ inline void test_layer(Report& report, const LayerCase& c, const LayerLimits& li
       options.schedule = schedule;
       options.repeats = 1 + runs % 2;
       CaseResult result;
-      const std::string told =
-          layer_error_of([&] { result = run_case_cuda(c.data, options); });
-      const std::string differs =
-          told.empty() ? describe_difference(c.data, alone, result) : told;
+      const std::string told = layer_error_of([&] { result = run_case_cuda(c.data, options); });
+      const std::string differs = told.empty() ? describe_difference(c.data, alone, result) : told;
       if (!differs.empty()) {
         wrong += " R=" + std::to_string(num_ranks) + " " + describe(schedule) + ": " + differs;
       }
       ++runs;
     }
   }
-  report.check(wrong.empty(), c.name + ", " + std::to_string(runs) + " runs equal one rank" + wrong);
+  report.check(wrong.empty(),
+               c.name + ", " + std::to_string(runs) + " runs equal one rank" + wrong);
 }
 
 // A layer over virtual ranks with the tensors of some cases of one shape.
@@ -166,7 +169,9 @@ inline void test_interleaved(Report& report, GemmEngine gemm, DType dtype, int n
     std::vector<CaseTensors> tensors;
     for (const Case& data : cases) tensors.emplace_back(data, world.placement, true);
     std::vector<SplitLayer::Saved> saved(3);
-    const auto forward = [&](std::size_t i) { saved[i] = layer.forward(tensors[i].forward(), nullptr); };
+    const auto forward = [&](std::size_t i) {
+      saved[i] = layer.forward(tensors[i].forward(), nullptr);
+    };
     const auto backward = [&](std::size_t i) {
       layer.backward(saved[i], tensors[i].backward(), nullptr);
     };
@@ -174,8 +179,7 @@ inline void test_interleaved(Report& report, GemmEngine gemm, DType dtype, int n
     for (std::size_t i = 0; i < 3; ++i) {
       layer.check(saved[i], nullptr);
       const CaseResult expected = run_case_cuda(
-          cases[i],
-          {.num_ranks = 1, .schedule = schedule, .gemm = gemm, .backward = true});
+          cases[i], {.num_ranks = 1, .schedule = schedule, .gemm = gemm, .backward = true});
       wrong += describe_difference(cases[i], expected, tensors[i].download());
     }
     // main_grad: added once to what is there, and experts without rows left alone.
@@ -216,8 +220,7 @@ inline void test_layer_refusals(Report& report, int num_sms) {
   refused("resident at once", [&] { run(f32, 16, {.blocks_per_rank = 32}); });
   Case bad = f32;
   bad.topk_ids[7] = 6;
-  refused("invalid: topk_ids of rank 0, token 3, choice 1 is 6",
-          [&] { run(bad, 2, {}); });
+  refused("invalid: topk_ids of rank 0, token 3, choice 1 is 6", [&] { run(bad, 2, {}); });
 }
 
 }  // namespace uniep::cuda_test

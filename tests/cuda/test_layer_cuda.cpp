@@ -78,9 +78,10 @@ void bench(const Shape& shape, int num_ranks, const SplitSchedule& schedule) {
     if (i >= 3) backward.push_back(ms);
   }
   for (cudaEvent_t event : events) UNIEP_CUDA_CHECK(cudaEventDestroy(event));
-  std::printf("%-16s R=%d tokens a rank %lld, %s: forward %.3f ms, backward %.3f ms (medians of %d)\n",
-              shape.name.c_str(), num_ranks, static_cast<long long>(shape.tokens / num_ranks),
-              describe(schedule).c_str(), median_of(forward), median_of(backward), kRuns);
+  std::printf(
+      "%-16s R=%d tokens a rank %lld, %s: forward %.3f ms, backward %.3f ms (medians of %d)\n",
+      shape.name.c_str(), num_ranks, static_cast<long long>(shape.tokens / num_ranks),
+      describe(schedule).c_str(), median_of(forward), median_of(backward), kRuns);
   std::fflush(stdout);
 }
 

@@ -46,7 +46,7 @@ void test_withheld_rank(Report& report) {
   const Case data = layer_case("", {"", 24, 40, 6, 2, 45}, DType::f32).data;
   const CaseResult expected = run_case_sequential(data, true);
   LayerWorld world(data, 3, {.blocks_per_rank = 2, .num_sms = kSms}, GemmEngine::fma,
-                         std::chrono::seconds(2));
+                   std::chrono::seconds(2));
   SplitLayer all = world.layer(0, 3);
   SplitLayer some = world.layer(0, 2);
   const CaseTensors tensors(data, world.placement, true);
@@ -60,11 +60,10 @@ void test_withheld_rank(Report& report) {
     };
     step();
     const auto inputs = tensors.forward();
-    cuda::DevicePlan plan(world.memory,
-                          {.topk = world.shape.topk,
-                           .max_tokens = world.shape.max_tokens,
-                           .blocks_per_rank = 2},
-                          world.placement);
+    cuda::DevicePlan plan(
+        world.memory,
+        {.topk = world.shape.topk, .max_tokens = world.shape.max_tokens, .blocks_per_rank = 2},
+        world.placement);
     std::string told;
     {
       const std::jthread planner([&] {

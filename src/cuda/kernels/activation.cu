@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kThreads)
     const float weight = is_padding ? 0.0F : args.weights[row];
     for (std::int64_t column = lane; column < args.ffn; column += 32) {
       a[column] = is_padding ? Storage{}
-                             : narrow<Storage>(activation<Storage>(
-                                   widen(gate[column]), widen(up[column]), weight));
+                             : narrow<Storage>(activation<Storage>(widen(gate[column]),
+                                                                   widen(up[column]), weight));
     }
   });
 }
@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         const float g = widen(gate[column]);
         const float u = widen(up[column]);
-        const ActivationGradient gradient =
-            activation_gradient<Storage>(g, u, weight, d_a[column]);
+        const ActivationGradient gradient = activation_gradient<Storage>(g, u, weight, d_a[column]);
         a[column] = narrow<Storage>(activation<Storage>(g, u, weight));
         d_gate[column] = narrow<Storage>(gradient.d_g);
         d_up[column] = narrow<Storage>(gradient.d_u);

@@ -28,8 +28,8 @@ __device__ void publish_num_tokens(const Mover& m, const DispatchRank& mine) {
   const MoveShape& shape = m.shape;
   if (m.block != 0 || m.thread >= shape.group.num_ranks || m.thread == m.rank) return;
   m.region<std::int64_t>(m.thread, shape.regions.num_tokens)[m.rank] = mine.num_tokens;
-  ptx::store_release_system(
-      &m.region<std::uint64_t>(m.thread, shape.regions.tokens_ready)[m.rank], m.epoch);
+  ptx::store_release_system(&m.region<std::uint64_t>(m.thread, shape.regions.tokens_ready)[m.rank],
+                            m.epoch);
 }
 
 __device__ int chunks_of(const Mover& m, std::int64_t num_tokens) {

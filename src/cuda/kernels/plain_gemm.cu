@@ -31,16 +31,16 @@ __device__ Product product_of(const PlainGemmArgs& args, int expert) {
   const std::int64_t weights = args.n * args.k * expert;
   switch (args.op) {
     case PlainGemm::fprop:
-      return {rows, args.n, args.k, padded, start * args.k, args.k, 1, weights, 1, args.k,
-              start * args.n};
+      return {rows, args.n,  args.k, padded, start * args.k, args.k,
+              1,    weights, 1,      args.k, start * args.n};
     case PlainGemm::dgrad:
-      return {rows, args.k, args.n, padded, start * args.n, args.n, 1, weights, args.k, 1,
-              start * args.k};
+      return {rows, args.k,  args.n, padded, start * args.n, args.n,
+              1,    weights, args.k, 1,      start * args.k};
     case PlainGemm::wgrad:
       break;
   }
-  return {args.n, args.k, rows, args.n, start * args.n, 1, args.n, start * args.k, args.k, 1,
-          weights};
+  return {args.n, args.k,         rows,   args.n, start * args.n, 1,
+          args.n, start * args.k, args.k, 1,      weights};
 }
 
 template <typename Storage, typename Out>
@@ -59,23 +59,23 @@ __device__ void multiply_tile(const PlainGemmArgs& args, const Product& p, std::
       const int k = i / kTile;
       const int j = i % kTile;
       const bool inside = k < steps;
-      left[k][j] = inside && first_m + j < p.m
-                       ? widen(static_cast<const Storage*>(
-                             args.left)[p.left + (first_m + j) * p.left_m +
-                                        (first_k + k) * p.left_k])
-                       : 0.0F;
-      right[k][j] = inside && first_n + j < p.n
-                        ? widen(static_cast<const Storage*>(
-                              args.right)[p.right + (first_k + k) * p.right_k +
-                                          (first_n + j) * p.right_n])
-                        : 0.0F;
+      left[k][j] =
+          inside && first_m + j < p.m
+              ? widen(static_cast<const Storage*>(
+                    args.left)[p.left + (first_m + j) * p.left_m + (first_k + k) * p.left_k])
+              : 0.0F;
+      right[k][j] =
+          inside && first_n + j < p.n
+              ? widen(static_cast<const Storage*>(
+                    args.right)[p.right + (first_k + k) * p.right_k + (first_n + j) * p.right_n])
+              : 0.0F;
     }
     __syncthreads();
     for (int k = 0; k < steps; ++k) {
       UNIEP_UNROLL for (int i = 0; i < kPer; ++i) {
         UNIEP_UNROLL for (int j = 0; j < kPer; ++j) {
-          sums[i][j] = __fmaf_rn(left[k][thread_m + kSide * i], right[k][thread_n + kSide * j],
-                                 sums[i][j]);
+          sums[i][j] =
+              __fmaf_rn(left[k][thread_m + kSide * i], right[k][thread_n + kSide * j], sums[i][j]);
         }
       }
     }

@@ -124,9 +124,9 @@ __device__ void reduce_token(const Mover& m, const CombineRank& mine, std::int64
     }
   }
   const int units = static_cast<int>(shape.row_bytes / static_cast<std::int64_t>(sizeof(Load)));
-  const std::uint64_t choices =
-      std::uint64_t{__ballot_sync(kWholeWarp, high.row != nullptr)} << 32 |
-      __ballot_sync(kWholeWarp, low.row != nullptr);
+  const std::uint64_t choices = std::uint64_t{__ballot_sync(kWholeWarp, high.row != nullptr)}
+                                    << 32 |
+                                __ballot_sync(kWholeWarp, low.row != nullptr);
   for (int unit = m.lane; unit - m.lane < units; unit += 32) {
     float sums[Count] = {};
     for (std::uint64_t left = choices; left != 0;) {

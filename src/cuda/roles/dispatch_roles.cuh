@@ -122,9 +122,8 @@ template <typename Unit>
       const std::int32_t slot = received_slot(m, source, token, choice);
       if (slot < 0) return nullptr;
       if (mine.weights_out != nullptr) {
-        mine.weights_out[slot] =
-            __ldcg(received<const float>(m, m.rank, shape.regions.recv_weights, source,
-                                         token * shape.topk + choice));
+        mine.weights_out[slot] = __ldcg(received<const float>(m, m.rank, shape.regions.recv_weights,
+                                                              source, token * shape.topk + choice));
       }
       return mine.rows_out + slot * shape.row_bytes;
     };
@@ -132,9 +131,8 @@ template <typename Unit>
     const auto* const published =
         m.region<const std::byte>(source, shape.regions.send_rows) + token * shape.row_bytes;
     if (!shape.per_choice) {
-      copy_row<Unit>(
-          shape.pull_dispatch ? published : received_row(m, m.rank, source, token, 0),
-          shape.row_bytes, targets, m.lane);
+      copy_row<Unit>(shape.pull_dispatch ? published : received_row(m, m.rank, source, token, 0),
+                     shape.row_bytes, targets, m.lane);
       continue;
     }
     for_each_pointer(targets, [&](int choice, std::byte* to) {
@@ -149,8 +147,7 @@ template <typename Unit>
 // Zeros between the last row of each expert and the next multiple of 64.
 template <typename Unit>
 __device__ void clear_padding(const Mover& m, const DispatchRank& mine, int worker, int workers) {
-  const auto units =
-      static_cast<int>(m.shape.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
+  const auto units = static_cast<int>(m.shape.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
   for (int expert = worker; expert < mine.experts; expert += workers) {
     const std::int64_t end = mine.plan.expert_starts[expert + 1];
     for (std::int64_t row = mine.plan.expert_starts[expert] + mine.plan.expert_rows[expert];

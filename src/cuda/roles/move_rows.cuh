@@ -110,8 +110,8 @@ __device__ inline void end_operation(const Mover& m, bool failed, WaitStage stag
   if (m.thread == 0) ptx::store_release_gpu(&done[m.block], m.epoch);
   if (m.block != 0) return;
   if (m.thread < m.shape.blocks_per_rank) {
-    failed = !wait_at_least(m.shape.group, &done[m.thread], m.epoch,
-                            {m.rank, stage, m.rank, m.thread});
+    failed =
+        !wait_at_least(m.shape.group, &done[m.thread], m.epoch, {m.rank, stage, m.rank, m.thread});
   }
   if (__syncthreads_or(failed) != 0 || m.thread != 0) return;
   RankControl& control = control_of(m.shape.group, m.rank);

@@ -31,10 +31,10 @@ DeviceArray<T> upload(const std::vector<T>& all, std::int64_t first, std::int64_
 template <typename T>
 void download_to(std::vector<T>& all, std::int64_t first, const DeviceArray<T>& array) {
   if (array.count() == 0) return;
-  check_cuda(cudaMemcpy(all.data() + first, array.get(),
-                        static_cast<std::size_t>(array.count()) * sizeof(T),
-                        cudaMemcpyDeviceToHost),
-             "a result cannot be copied from the GPU");
+  check_cuda(
+      cudaMemcpy(all.data() + first, array.get(),
+                 static_cast<std::size_t>(array.count()) * sizeof(T), cudaMemcpyDeviceToHost),
+      "a result cannot be copied from the GPU");
 }
 
 }  // namespace
@@ -130,9 +130,8 @@ void CaseTensors::set_main_grad(float value) {
 
 CaseResult CaseTensors::download() const {
   CaseResult result;
-  const bool backward = std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& r) {
-    return r.d_w1.count() > 0;
-  });
+  const bool backward =
+      std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.d_w1.count() > 0; });
   const auto bytes = static_cast<std::size_t>(num_tokens_ * row_bytes_);
   const auto weights = static_cast<std::size_t>(num_experts_ * expert_elements_);
   result.out.resize(bytes);
