@@ -60,6 +60,11 @@ T __shfl_sync(std::uint32_t, T value, int lane) {
   return static_cast<T>(
       gather_from(static_cast<std::uint64_t>(value), static_cast<std::uint32_t>(lane)));
 }
+inline float __shfl_sync(std::uint32_t, float value, int lane) {
+  const std::uint64_t bits = std::bit_cast<std::uint32_t>(value);
+  return std::bit_cast<float>(
+      static_cast<std::uint32_t>(gather_from(bits, static_cast<std::uint32_t>(lane))));
+}
 inline float __shfl_xor_sync(std::uint32_t, float value, int distance) {
   const std::uint64_t bits = std::bit_cast<std::uint32_t>(value);
   return std::bit_cast<float>(
