@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host passes to the fused kernels of the forward: dispatch with gemm1 and activation, and
-// gemm2 with combine. bf16 on tensor cores only.
+// What the host passes to the fused kernels: dispatch with gemm1 and activation, gemm2 with
+// combine, and for the backward dispatch with dgrad2, dgrad1 with combine. bf16 on tensor cores
+// only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -38,7 +39,8 @@ inline constexpr int kFusedCounts = 3;  // words of FusedWords besides rows
 struct FusedShape {
   std::int32_t num_local_ranks;
   std::int32_t clusters_per_rank;
-  std::int32_t moving_blocks;  // kernel 1: a rank's first blocks move rows before they multiply; even
+  std::int32_t
+      moving_blocks;  // kernel 1: a rank's first blocks move rows before they multiply; even
 };
 
 struct FusedDispatchArgs {
@@ -48,7 +50,7 @@ struct FusedDispatchArgs {
   const std::int32_t* owner_start;  // see PlanArgs
   std::int32_t num_experts;
   DispatchRank ranks[kMaxFusedRanks];  // from shape.first_rank on
-  KernelArgs gemm1[kMaxFusedRanks];    // one problem each, or no experts
+  KernelArgs gemm[kMaxFusedRanks];     // gemm1 or dgrad2: one problem each, or no experts
   FusedWords words[kMaxFusedRanks];
 };
 
@@ -57,11 +59,12 @@ struct FusedCombineArgs {
   FusedShape fused;
   CombineRank ranks[kMaxFusedRanks];
   std::byte* y_rows[kMaxFusedRanks];  // those of ranks, written here
-  KernelArgs gemm2[kMaxFusedRanks];
+  KernelArgs gemm[kMaxFusedRanks];    // gemm2 or dgrad1
   FusedWords words[kMaxFusedRanks];
 };
 
-cudaError_t launch_fused_dispatch(const FusedDispatchArgs& args, cudaStream_t stream);
-cudaError_t launch_fused_combine(const FusedCombineArgs& args, cudaStream_t stream);
+enum class Pass { forward, backward };
+cudaError_t launch_fused_dispatch(Pass pass, const FusedDispatchArgs& args, cudaStream_t stream);
+cudaError_t launch_fused_combine(Pass pass, const FusedCombineArgs& args, cudaStream_t stream);
 
 }  // namespace uniep::cuda

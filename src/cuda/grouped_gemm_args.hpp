@@ -45,6 +45,7 @@ struct KernelConfig {
 inline constexpr KernelConfig kFprop{ptx::Major::k, ptx::Major::k, Epilogue::rows_bf16};
 inline constexpr KernelConfig kFpropSwiglu{ptx::Major::k, ptx::Major::k, Epilogue::rows_swiglu};
 inline constexpr KernelConfig kFpropHome{ptx::Major::k, ptx::Major::k, Epilogue::rows_home};
+inline constexpr KernelConfig kDgradHome{ptx::Major::mn, ptx::Major::k, Epilogue::rows_home};
 inline constexpr KernelConfig kDgrad{ptx::Major::mn, ptx::Major::k, Epilogue::rows_bf16};
 inline constexpr KernelConfig kDgradF32{ptx::Major::mn, ptx::Major::k, Epilogue::rows_f32};
 inline constexpr KernelConfig kWgrad{ptx::Major::mn, ptx::Major::mn, Epilogue::grad_bf16};

@@ -434,18 +434,23 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
                        .d_topk_weights = nullptr,
                        .experts = experts_of(local)});
   }
+  std::vector<Product> first, second;
+  for (int local = 0; local < num_local_ranks_; ++local) {
+    first.push_back(gemm1(saved, local, ranks[at(local)]));
+    second.push_back(gemm2(local, ranks[at(local)]));
+  }
   if (schedule_.fusion == Fusion::fused) {
-    run_fused(saved, ranks, sends, returns, stream);
+    fused_dispatch(Pass::forward, saved, sends, first, stream);
+    fused_combine(Pass::forward, saved, second, returns, stream);
     return saved;
   }
   dispatch(sends, stream);
   for (int local = 0; local < num_local_ranks_; ++local) {
-    const ForwardTensors& t = ranks[at(local)];
-    multiply(saved, local, gemm1(saved, local, t), stream);
+    multiply(saved, local, first[at(local)], stream);
     if (shape_.gemm != GemmEngine::tensor_cores) {
       check_launch("activation", launch_activation(activation_args(saved, local), stream));
     }
-    multiply(saved, local, gemm2(local, t), stream);
+    multiply(saved, local, second[at(local)], stream);
   }
   combine(returns, stream);
   return saved;
@@ -506,27 +511,34 @@ void SplitLayer::check_fused() const {
   }
 }
 
-void SplitLayer::run_fused(const Saved& saved, std::span<const ForwardTensors> tensors,
-                           std::span<const DispatchRank> sends,
-                           std::span<const CombineRank> returns, cudaStream_t stream) const {
-  FusedDispatchArgs first{};
-  FusedCombineArgs second{};
-  first.shape = second.shape = move_shape();
-  first.fused = second.fused = fused_shape();
-  first.in_order = saved.plan->in_order();
-  first.owner_start = saved.plan->owner_start();
-  first.num_experts = placement_.num_experts();
-  std::copy(sends.begin(), sends.end(), first.ranks);
-  std::copy(returns.begin(), returns.end(), second.ranks);
+void SplitLayer::fused_dispatch(Pass pass, const Saved& saved, std::span<const DispatchRank> sends,
+                                std::span<const Product> products, cudaStream_t stream) const {
+  FusedDispatchArgs args{};
+  args.shape = move_shape();
+  args.fused = fused_shape();
+  args.in_order = saved.plan->in_order();
+  args.owner_start = saved.plan->owner_start();
+  args.num_experts = placement_.num_experts();
+  std::copy(sends.begin(), sends.end(), args.ranks);
   for (int local = 0; local < num_local_ranks_; ++local) {
-    const ForwardTensors& t = tensors[at(local)];
-    first.gemm1[local] = kernel_args(saved, local, gemm1(saved, local, t));
-    second.gemm2[local] = kernel_args(saved, local, gemm2(local, t));
-    second.y_rows[local] = y_rows(local);
-    first.words[local] = second.words[local] = fused_words(local);
+    args.gemm[local] = kernel_args(saved, local, products[at(local)]);
+    args.words[local] = fused_words(local);
   }
-  check_launch("dispatch with gemm1", launch_fused_dispatch(first, stream));
-  check_launch("gemm2 with combine", launch_fused_combine(second, stream));
+  check_launch("dispatch with a product", launch_fused_dispatch(pass, args, stream));
+}
+
+void SplitLayer::fused_combine(Pass pass, const Saved& saved, std::span<const Product> products,
+                               std::span<const CombineRank> returns, cudaStream_t stream) const {
+  FusedCombineArgs args{};
+  args.shape = move_shape();
+  args.fused = fused_shape();
+  std::copy(returns.begin(), returns.end(), args.ranks);
+  for (int local = 0; local < num_local_ranks_; ++local) {
+    args.gemm[local] = kernel_args(saved, local, products[at(local)]);
+    args.y_rows[local] = y_rows(local);
+    args.words[local] = fused_words(local);
+  }
+  check_launch("a product with combine", launch_fused_combine(pass, args, stream));
 }
 
 void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> ranks,
@@ -557,35 +569,27 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
                      .weights_out = nullptr,
                      .experts = experts_of(local)});
   }
-  dispatch(sends, stream);
+  std::vector<Product> first, second;
   std::vector<CombineRank> returns;
   const bool is_f32 = shape_.dtype == DType::f32;
   for (int local = 0; local < num_local_ranks_; ++local) {
     const BackwardTensors& t = ranks[at(local)];
-    multiply(saved, local,
-             {.op = GemmOp::dgrad,
-              .n = shape_.hidden,
-              .k = shape_.ffn,
-              .x = nullptr,
-              .d_y = d_rows_[at(local)].get(),
-              .w = t.w2,
-              .out = d_a_[at(local)].get(),
-              .is_f32 = true},
-             stream);
-    if (experts_of(local) > 0) {
-      check_launch("the activation's gradient",
-                   launch_activation_gradient(activation_args(saved, local), stream));
-    }
-    multiply(saved, local,
-             {.op = GemmOp::dgrad,
-              .n = 2 * shape_.ffn,
-              .k = shape_.hidden,
-              .x = nullptr,
-              .d_y = d_h_[at(local)].get(),
-              .w = t.w1,
-              .out = y_rows(local),
-              .is_f32 = is_f32},
-             stream);
+    first.push_back({.op = GemmOp::dgrad,
+                     .n = shape_.hidden,
+                     .k = shape_.ffn,
+                     .x = nullptr,
+                     .d_y = d_rows_[at(local)].get(),
+                     .w = t.w2,
+                     .out = d_a_[at(local)].get(),
+                     .is_f32 = true});
+    second.push_back({.op = GemmOp::dgrad,
+                      .n = 2 * shape_.ffn,
+                      .k = shape_.hidden,
+                      .x = nullptr,
+                      .d_y = d_h_[at(local)].get(),
+                      .w = t.w1,
+                      .out = y_rows(local),
+                      .is_f32 = is_f32});
     returns.push_back({.plan = plan_of(saved, local),
                        .y_rows = y_rows(local),
                        .d_weight_rows = d_weight_rows(local),
@@ -594,7 +598,25 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
                        .d_topk_weights = t.d_topk_weights,
                        .experts = experts_of(local)});
   }
-  combine(returns, stream);
+  const bool fused = schedule_.fusion == Fusion::fused;
+  if (fused) {
+    fused_dispatch(Pass::backward, saved, sends, first, stream);
+  } else {
+    dispatch(sends, stream);
+  }
+  for (int local = 0; local < num_local_ranks_; ++local) {
+    if (!fused) multiply(saved, local, first[at(local)], stream);
+    if (experts_of(local) > 0) {
+      check_launch("the activation's gradient",
+                   launch_activation_gradient(activation_args(saved, local), stream));
+    }
+    if (!fused) multiply(saved, local, second[at(local)], stream);
+  }
+  if (fused) {
+    fused_combine(Pass::backward, saved, second, returns, stream);
+  } else {
+    combine(returns, stream);
+  }
   for (int local = 0; local < num_local_ranks_; ++local) {
     const BackwardTensors& t = ranks[at(local)];
     multiply(saved, local,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The expert layer on the GPU. Split: one kernel after the other, plan, dispatch, gemm1,
 // activation, gemm2, combine, and back; it is what fused kernels must equal bit for bit. Fused: a
-// forward is plan, {dispatch, gemm1, activation}, {gemm2, combine}. No call here waits for the GPU;
-// without rows from the host's side it can be captured in a CUDA graph.
+// forward is plan, {dispatch, gemm1, activation}, {gemm2, combine}, and a backward {dispatch,
+// dgrad2}, derivative of the activation, {dgrad1, combine}, weight gradients. No call here waits
+// for the GPU; without rows from the host's side it can be captured in a CUDA graph.
 //
 // One launch of a moving kernel runs all ranks that are given together: with virtual ranks all of
 // them, with a GPU for each only one.
@@ -42,7 +43,7 @@ struct LayerShape {
 
 // Changes no bits. The same on every rank.
 struct SplitSchedule {
-  Fusion fusion = Fusion::split;  // of the forward; fused needs tensor cores and pushes both ways
+  Fusion fusion = Fusion::split;  // fused needs tensor cores and pushes both ways
   Payload payload = Payload::rank;
   Direction dispatch = Direction::push;
   Direction combine = Direction::push;
@@ -139,9 +140,10 @@ class SplitLayer {
   [[nodiscard]] Product gemm1(const Saved& saved, int local, const ForwardTensors& t) const;
   [[nodiscard]] Product gemm2(int local, const ForwardTensors& t) const;
   void check_fused() const;
-  void run_fused(const Saved& saved, std::span<const ForwardTensors> tensors,
-                 std::span<const DispatchRank> sends, std::span<const CombineRank> returns,
-                 cudaStream_t stream) const;
+  void fused_dispatch(Pass pass, const Saved& saved, std::span<const DispatchRank> sends,
+                      std::span<const Product> products, cudaStream_t stream) const;
+  void fused_combine(Pass pass, const Saved& saved, std::span<const Product> products,
+                     std::span<const CombineRank> returns, cudaStream_t stream) const;
   [[nodiscard]] FusedWords fused_words(int local) const;
   [[nodiscard]] FusedShape fused_shape() const;
   [[nodiscard]] ActivationArgs activation_args(const Saved& saved, int local) const;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gemm2 and combine in one launch: results leave for their tokens' ranks as tiles finish, and when
-// all ranks' are home every block adds up tokens.
+// gemm2 or dgrad1 and combine in one launch: results leave for their tokens' ranks as tiles finish,
+// and when all ranks' are home every block adds up tokens.
 #include "cuda/fused_args.hpp"
 #include "cuda/kernels/fused.cuh"
 #include "cuda/launch.hpp"
@@ -24,8 +24,8 @@ __device__ void count_tiles(const Mover& m, const FusedWords& words, SharedStora
   bool is_last = m.block == 0;
   if (expected != 0) {
     __threadfence_system();
-    is_last = tiles != 0 &&
-              count_in_epoch<kCountShift>(words.tiles, m.epoch, tiles) + tiles == expected;
+    is_last =
+        tiles != 0 && count_in_epoch<kCountShift>(words.tiles, m.epoch, tiles) + tiles == expected;
   }
   if (!is_last) return;
   __threadfence_system();
@@ -48,22 +48,24 @@ __device__ bool wait_for_results(const Mover& m, SharedStorage& shared) {
   return *static_cast<volatile std::uint32_t*>(&shared.failed) == 0;
 }
 
+template <ptx::Major kA, ptx::Major kB, Epilogue kEpilogue>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
     fused_combine_kernel(const __grid_constant__ FusedCombineArgs args) {
+  constexpr KernelConfig kConfig{kA, kB, kEpilogue};
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int local = fused_local_rank(args.fused);
   const CombineRank& mine = args.ranks[local];
-  const KernelArgs& gemm2 = args.gemm2[local];
+  const KernelArgs& gemm = args.gemm[local];
   const FusedWords& words = args.words[local];
   const bool is_valid = mine.plan.counts->valid != 0;
   init_barriers(shared);
-  if (is_valid) fill_groups<kFpropHome>(gemm2, shared.groups);
+  if (is_valid) fill_groups<kConfig>(gemm, shared.groups);
   ptx::cluster_sync();  // barriers and groups stand, in both blocks
   const auto finish = [&](std::uint32_t tiles) {
     const Mover m = make_fused_mover(args.shape, args.fused);
     if (is_valid) {
-      count_tiles(m, words, shared, tiles, count_tickets<kFpropHome>(gemm2, shared.groups));
+      count_tiles(m, words, shared, tiles, count_tickets<kConfig>(gemm, shared.groups));
       if (!wait_for_results(m, shared)) return;
       constexpr int kWarps = 4 * kNumConsumers;
       const int workers = 2 * args.fused.clusters_per_rank * kWarps;
@@ -78,20 +80,27 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
     const Mover m = make_fused_mover(args.shape, args.fused);
     const TicketStart start{static_cast<std::uint32_t>(m.block / 2),
                             static_cast<std::uint32_t>(args.fused.clusters_per_rank), 0, false};
-    const RowsHome context{{args.shape, mine.plan.row_sources, args.y_rows[local], m.rank}};
-    multiply_roles<kFpropHome>(gemm2, shared, m.block % 2, start, NoWait{}, context, finish);
+    const RowsHome context{
+        {args.shape, mine.plan.row_sources, args.y_rows[local], mine.d_weight_rows, m.rank}};
+    multiply_roles<kConfig>(gemm, shared, m.block % 2, start, NoWait{}, context, finish);
   } else if (threadIdx.x < 128 * kNumConsumers) {
     finish(0);
   }
   ptx::cluster_sync();  // the peer may still write into this block's stages and barriers
 }
 
-}  // namespace
-
-cudaError_t launch_fused_combine(const FusedCombineArgs& args, cudaStream_t stream) {
-  return launch_clusters(fused_combine_kernel,
+template <KernelConfig kConfig>
+cudaError_t launch_kernel(const FusedCombineArgs& args, cudaStream_t stream) {
+  return launch_clusters(fused_combine_kernel<kConfig.a, kConfig.b, kConfig.epilogue>,
                          2 * args.fused.clusters_per_rank * args.fused.num_local_ranks, kNumThreads,
                          sizeof(SharedStorage), stream, args);
+}
+
+}  // namespace
+
+cudaError_t launch_fused_combine(Pass pass, const FusedCombineArgs& args, cudaStream_t stream) {
+  return pass == Pass::forward ? launch_kernel<kFpropHome>(args, stream)
+                               : launch_kernel<kDgradHome>(args, stream);
 }
 
 }  // namespace uniep::cuda

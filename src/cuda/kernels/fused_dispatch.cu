@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch, gemm1 and activation in one launch: some blocks begin by moving rows, the others
-// multiply tiles whose rows are there, and the movers join them.
+// Dispatch and the product of its rows in one launch, gemm1 with activation or dgrad2: some blocks
+// begin by moving rows, the others multiply tiles whose rows are there, and the movers join them.
 #include "cuda/fused_args.hpp"
 #include "cuda/kernels/fused.cuh"
 #include "cuda/launch.hpp"
@@ -26,17 +26,19 @@ __device__ bool move(const Mover& m, const FusedDispatchArgs& args, const Dispat
   return __syncthreads_or(failed) == 0;
 }
 
+template <ptx::Major kA, ptx::Major kB, Epilogue kEpilogue>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
     fused_dispatch_kernel(const __grid_constant__ FusedDispatchArgs args) {
+  constexpr KernelConfig kConfig{kA, kB, kEpilogue};
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int local = fused_local_rank(args.fused);
   const DispatchRank& mine = args.ranks[local];
-  const KernelArgs& gemm1 = args.gemm1[local];
+  const KernelArgs& gemm = args.gemm[local];
   const FusedWords& words = args.words[local];
   const bool is_valid = mine.plan.counts->valid != 0;
   init_barriers(shared);
-  if (is_valid) fill_groups<kFpropSwiglu>(gemm1, shared.groups);
+  if (is_valid) fill_groups<kConfig>(gemm, shared.groups);
   ptx::cluster_sync();  // barriers and groups stand, in both blocks
   const Mover m = make_fused_mover(args.shape, args.fused);
   const bool is_mover = m.block < args.fused.moving_blocks;
@@ -58,19 +60,25 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
                             static_cast<std::uint32_t>(args.fused.clusters_per_rank - moving),
                             static_cast<std::uint32_t>(moving), is_mover};
     const RowWait wait{args.shape.group, words.rows, m.epoch, m.rank};
-    multiply_roles<kFpropSwiglu>(gemm1, shared, m.block % 2, start, wait, RowsArriving{}, finish);
+    multiply_roles<kConfig>(gemm, shared, m.block % 2, start, wait, RowsArriving{}, finish);
   } else if (m.thread < 128 * kNumConsumers) {
     finish(0);
   }
   ptx::cluster_sync();  // the peer may still write into this block's stages and barriers
 }
 
-}  // namespace
-
-cudaError_t launch_fused_dispatch(const FusedDispatchArgs& args, cudaStream_t stream) {
-  return launch_clusters(fused_dispatch_kernel,
+template <KernelConfig kConfig>
+cudaError_t launch_kernel(const FusedDispatchArgs& args, cudaStream_t stream) {
+  return launch_clusters(fused_dispatch_kernel<kConfig.a, kConfig.b, kConfig.epilogue>,
                          2 * args.fused.clusters_per_rank * args.fused.num_local_ranks, kNumThreads,
                          sizeof(SharedStorage), stream, args);
+}
+
+}  // namespace
+
+cudaError_t launch_fused_dispatch(Pass pass, const FusedDispatchArgs& args, cudaStream_t stream) {
+  return pass == Pass::forward ? launch_kernel<kFpropSwiglu>(args, stream)
+                               : launch_kernel<kDgradF32>(args, stream);
 }
 
 }  // namespace uniep::cuda

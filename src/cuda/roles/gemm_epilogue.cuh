@@ -349,7 +349,7 @@ __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile&
                                              Drain& drain, const Context& context) {
   Accumulator acc;
   if constexpr (kConfig.epilogue == Epilogue::rows_home) {
-    const auto homes = context.homes_of(tile, drain.warp, drain.lane);
+    const auto homes = context.homes_of(tile, drain);
     multiply_tile<kConfig, kN>(shared, acc, cursor, drain.held, tile.num_k_tiles, drain.consumer,
                                drain.warp, drain.lane);
     context.template store<kN>(problem, tile, acc, homes, drain);

@@ -9,19 +9,26 @@
 
 namespace uniep::cuda {
 
-// Where a rank's rows go.
+// Where a rank's rows go, and the gradients of their weights.
 struct HomePlaces {
   const MoveShape& shape;
   const RowSource* row_sources;
-  std::byte* y_rows;  // of the own rank
+  std::byte* y_rows;           // of the own rank
+  const float* d_weight_rows;  // or nullptr: they do not travel
   int rank;
 
-  [[nodiscard]] __device__ __forceinline__ std::byte* find(std::int64_t row) const {
+  // The home of a row; null for padding.
+  [[nodiscard]] __device__ __forceinline__ std::byte* find(std::int64_t row,
+                                                           bool with_weight) const {
     const RowSource source = row_sources[row];
     if (source.rank < 0) return nullptr;
     if (source.rank == rank) return y_rows + row * shape.row_bytes;
-    return shape.group.parts[source.rank] + shape.regions.staging +
-           std::int64_t{source.place} * shape.row_bytes;
+    std::byte* const part = shape.group.parts[source.rank];
+    if (with_weight) {
+      reinterpret_cast<float*>(part + shape.regions.d_weight_staging)[source.place] =
+          d_weight_rows[row];
+    }
+    return part + shape.regions.staging + std::int64_t{source.place} * shape.row_bytes;
   }
 };
 
@@ -32,14 +39,17 @@ struct RowHomes {
   std::byte* low;
   std::byte* high;
 
-  __device__ __forceinline__ void load(const HomePlaces& homes, const Tile& tile, int warp,
-                                       int lane) {
+  // One tile of a row takes its weight's gradient along.
+  __device__ __forceinline__ void load(const HomePlaces& places, const Tile& tile,
+                                       const Drain& drain) {
+    const bool with_weight = places.d_weight_rows != nullptr && tile.m0 == 0 && drain.consumer == 0;
     const auto find = [&](int number) -> std::byte* {
-      const int n = 64 * (number / 16) + 16 * (number / 4 % 4) + 4 * warp + number % 4;
-      return n < tile.num_n ? homes.find(std::int64_t{tile.row_start} + tile.n0 + n) : nullptr;
+      const int n = 64 * (number / 16) + 16 * (number / 4 % 4) + 4 * drain.warp + number % 4;
+      if (n >= tile.num_n) return nullptr;
+      return places.find(std::int64_t{tile.row_start} + tile.n0 + n, with_weight);
     };
-    low = find(lane);
-    high = find(lane + 32);
+    low = find(drain.lane);
+    high = find(drain.lane + 32);
   }
 
   // Of row lane / 8 of the four in a block and a 16 of it.
@@ -86,10 +96,10 @@ struct RowsHome {
   static constexpr bool kRowsArrive = false;
   HomePlaces places;
 
-  [[nodiscard]] __device__ __forceinline__ RowHomes homes_of(const Tile& tile, int warp,
-                                                             int lane) const {
+  [[nodiscard]] __device__ __forceinline__ RowHomes homes_of(const Tile& tile,
+                                                             const Drain& drain) const {
     RowHomes homes;
-    homes.load(places, tile, warp, lane);
+    homes.load(places, tile, drain);
     return homes;
   }
   template <int kN>

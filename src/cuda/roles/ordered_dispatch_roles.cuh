@@ -139,7 +139,9 @@ __device__ void fan_out(const Mover& m, const DispatchRank& mine, const FusedWor
     const auto target = [&](int choice) -> std::byte* {
       const std::int32_t slot = slot_of(m, rows, carried, choice);
       if (slot < 0) return nullptr;
-      mine.weights_out[slot] = rows.weight(token * topk + choice);
+      if (mine.weights_out != nullptr) {
+        mine.weights_out[slot] = rows.weight(token * topk + choice);
+      }
       return mine.rows_out + slot * m.shape.row_bytes;
     };
     copy_row<uint4>(rows.row(token, carried % topk), m.shape.row_bytes,
@@ -174,7 +176,9 @@ __device__ inline void push_row(const Mover& m, const DispatchRank& mine, int to
     if (shape.per_choice && place != carried) continue;
     *received<std::int32_t>(m, to, shape.regions.recv_slots, m.rank, place) =
         mine.plan.owners[place] == to ? static_cast<std::int32_t>(mine.plan.slots[place]) : -1;
-    *received<float>(m, to, shape.regions.recv_weights, m.rank, place) = mine.topk_weights[place];
+    if (mine.topk_weights != nullptr) {
+      *received<float>(m, to, shape.regions.recv_weights, m.rank, place) = mine.topk_weights[place];
+    }
   }
   std::byte* const target = received_row(m, to, m.rank, token, carried % shape.topk);
   copy_row<uint4>(mine.rows + token * shape.row_bytes, shape.row_bytes,
@@ -194,8 +198,7 @@ __device__ inline void push_entries(const Mover& m, const DispatchRank& mine,
     std::int32_t carried = -1;
     if (entry < last) {
       const std::int32_t place = mine.plan.send_order[table.find(start + entry)];
-      const bool carries =
-          shape.per_choice || mine.plan.first_choices[place] == place % shape.topk;
+      const bool carries = shape.per_choice || mine.plan.first_choices[place] == place % shape.topk;
       carried = carries ? place : -1;
       if (to != m.rank) carried_places(m, to, m.rank)[entry] = carried;
     }

@@ -16,7 +16,11 @@ KernelArgs make_kernel_args(GemmOp, ElementType, ElementType, const ExpertRows&,
 }
 int count_gemm_blocks(int wanted) { return wanted == 0 ? 132 : wanted / 2 * 2; }
 void launch_grouped_gemm(GemmOp, ElementType, const KernelArgs&, int, cudaStream_t) {}
-cudaError_t launch_fused_dispatch(const FusedDispatchArgs&, cudaStream_t) { return cudaSuccess; }
-cudaError_t launch_fused_combine(const FusedCombineArgs&, cudaStream_t) { return cudaSuccess; }
+cudaError_t launch_fused_dispatch(Pass, const FusedDispatchArgs&, cudaStream_t) {
+  return cudaSuccess;
+}
+cudaError_t launch_fused_combine(Pass, const FusedCombineArgs&, cudaStream_t) {
+  return cudaSuccess;
+}
 
 }  // namespace uniep::cuda
