@@ -358,6 +358,7 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
     topk.push_back({t.topk_ids, t.num_tokens});
   }
   Saved saved = take_saved();
+  begin("plan");
   saved.plan->run(topk, stream, first_rank_);
   std::vector<DispatchRank> sends;
   for (int local = 0; local < num_local_ranks_; ++local) {
@@ -372,7 +373,9 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
                      .weights_out = rank.weights.get(),
                      .experts = experts_of(local)});
   }
+  begin("dispatch");
   dispatch(sends, stream);
+  begin("products");
   std::vector<CombineRank> returns;
   const bool is_f32 = shape_.dtype == DType::f32;
   for (int local = 0; local < num_local_ranks_; ++local) {
@@ -412,7 +415,9 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
                        .d_topk_weights = nullptr,
                        .experts = experts_of(local)});
   }
+  begin("combine");
   combine(returns, stream);
+  begin("end");
   return saved;
 }
 
@@ -444,7 +449,9 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
                      .weights_out = nullptr,
                      .experts = experts_of(local)});
   }
+  begin("dispatch");
   dispatch(sends, stream);
+  begin("products");
   std::vector<CombineRank> returns;
   const bool is_f32 = shape_.dtype == DType::f32;
   for (int local = 0; local < num_local_ranks_; ++local) {
@@ -481,7 +488,9 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
                        .d_topk_weights = t.d_topk_weights,
                        .experts = experts_of(local)});
   }
+  begin("combine");
   combine(returns, stream);
+  begin("wgrad");
   for (int local = 0; local < num_local_ranks_; ++local) {
     const BackwardTensors& t = ranks[at(local)];
     multiply(saved, local,
@@ -507,6 +516,7 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
               .accumulate = t.accumulate},
              stream);
   }
+  begin("end");
 }
 
 void SplitLayer::check(const Saved& saved, cudaStream_t stream) const {

@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -123,8 +124,17 @@ class SplitLayer {
   // Gives memory back to the next forward, which otherwise takes new memory and waits for the GPU.
   void release(Saved saved) { spare_.push_back(std::move(saved)); }
 
+  // For timing: called on the host before the launches of each stage (plan, dispatch, products,
+  // combine, wgrad) and, with "end", after the last.
+  void set_observer(std::function<void(const char* stage)> observer) {
+    observer_ = std::move(observer);
+  }
+
  private:
   struct Product;
+  void begin(const char* stage) const {
+    if (observer_) observer_(stage);
+  }
   [[nodiscard]] Saved take_saved();
   [[nodiscard]] MoveShape move_shape() const;
   void dispatch(std::span<const DispatchRank> ranks, cudaStream_t stream) const;
@@ -155,6 +165,7 @@ class SplitLayer {
   std::vector<DeviceArray<float>> d_a_, d_weights_;           // [local ranks]
   DeviceArray<std::uint32_t> tickets_;
   std::vector<Saved> spare_;
+  std::function<void(const char* stage)> observer_;
 };
 
 }  // namespace uniep::cuda
