@@ -67,7 +67,7 @@ double bytes_between_ranks(const Case& data, const Schedule& schedule, int num_r
 }
 
 int run_bench(const Flags& f) {
-  const Schedule schedule = check_layer_options(f.layer);
+  const Schedule schedule = cpu_run_options(f.layer, "bench").schedule;
   if (f.op != "layer" && f.op != "forward") {
     throw_invalid("--op is {}; on the cpu it can be layer or forward", quote(f.op));
   }
