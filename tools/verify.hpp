@@ -17,6 +17,7 @@ struct VerifyFlags {
   LayerOptions layer;
   std::string ranks = "1,2,4", json, dtype = "both";
   std::int64_t schedules = 8;
+  std::int64_t sample = -1;  // tokens that the CPU recomputes; 0: all; -1: as many as it can
   bool fuzz = false;
   double seconds = 10;
 };
@@ -45,8 +46,8 @@ T pick(Rng& rng, const std::array<T, N>& values) {
   return values[static_cast<std::size_t>(rng.below(N))];
 }
 
-// One rank of the GPU against f64 and, where the arithmetic is the same, against the CPU's bits;
-// then every rank count and schedule against that one rank, bit for bit.
+// One rank of the GPU against f64, all tokens or a sample, and, where the arithmetic is the same,
+// against the CPU's bits; then every rank count and schedule against that one rank, bit for bit.
 void verify_dtype_on_gpu(const VerifyFlags& flags, const std::string& dtype, Verdict& verdict);
 // The same for one random case from a seed; returns what failed, or nothing.
 [[nodiscard]] std::string fuzz_one_on_gpu(std::uint64_t seed, const LayerOptions& layer,

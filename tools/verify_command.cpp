@@ -186,6 +186,9 @@ void run_fuzz(const VerifyFlags& flags, Verdict& verdict) {
 int run_verify(const VerifyFlags& flags) {
   check_layer_options(flags.layer);
   const bool is_cuda = flags.layer.is_cuda();
+  if (!is_cuda && flags.sample >= 0) {
+    throw_invalid("--sample is for the cuda backend; on the cpu all tokens are recomputed");
+  }
   for (const int num_ranks : parse_ranks(flags.ranks)) {
     for (std::int64_t i = 0; i < flags.schedules && !flags.fuzz && !is_cuda; ++i) {
       cpu::check_num_threads(num_ranks, schedule_at(flags, i));
@@ -243,6 +246,9 @@ void add_verify(CLI::App& app, Run& run) {
       ->type_name("N,…")
       ->capture_default_str();
   add_number(*command, "--schedules", flags->schedules, 1, 100000, "schedules for each rank count");
+  add_number(*command, "--sample", flags->sample, 0, kMaxTokensFlag,
+             "on cuda: of how many tokens the CPU recomputes the results; 0 takes all",
+             "all, or 64 where that would take long");
   add_layer_options(*command, flags->layer);
   command->get_option("--schedule")
       ->description("only this schedule; uniep run --help has the keys");

@@ -120,6 +120,15 @@ class CudaTest(cli_test.ProgramTest):
                        "--schedules", 2)
         self.assertIn(" 2/2", text)
 
+    def test_verify_by_a_sample(self):
+        text = self.ok("verify", *CUDA, *SMALL, "--global-tokens", 70, "--ranks", 2, "--topk", 3,
+                       "--schedules", 1, "--sample", 30)
+        self.assertEqual(len(re.findall("^30 tokens .* 1/1$", text, re.MULTILINE)), 2)
+        self.assertEqual(text.count("f64 error     "), 2)
+        self.assertNotIn("not compared", text)
+        self.assertIn("PASS: 7 runs, 0 failures", text)
+        self.refused("verify", "--sample", 3, says=("--sample", "cuda"))
+
     def test_fuzz_is_replayable(self):
         text = self.ok("verify", *CUDA, "--fuzz", "--seconds", 4, "--seed", 99)
         last = int(re.search(r"seeds 99 to (\d+)", text).group(1))
