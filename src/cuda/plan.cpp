@@ -166,6 +166,7 @@ void DevicePlan::place_arrays(const Placement& placement,
       take(r.out.slots, choices);
       take(r.out.first_choices, choices);
       take(r.out.owners, choices);
+      take(r.out.send_starts, num_experts + 1);
       take(r.out.row_sources, max_rows(rank));
       take(r.out.tiles, max_tiles(rank));
       take(r.out.counts, 1);

@@ -51,6 +51,7 @@ struct PlanArrays {
   std::uint8_t* first_choices;  // [num_tokens, topk]
   std::uint8_t* owners;         // [num_tokens, topk] rank of the choice's expert, or kNoOwner
   std::int32_t* send_order;     // [rows_sent], in symmetric memory
+  std::int64_t* send_starts;    // [num_experts + 1]
   RowSource* row_sources;       // [padded rows]
   RowTile* tiles;               // [num_tiles], tile_m rows or fewer, in the tile order of experts
   PlanCounts* counts;

@@ -115,10 +115,16 @@ void plan_sends(const PlanInput& input, Plan& plan) {
                            .rank = placement.rank_of[at(expert)]};
     sent += own[at(expert)];
   }
+  plan.send_starts.resize(at(num_experts) + 1);
+  for (int expert = 0; expert < num_experts; ++expert) {
+    plan.send_starts[at(expert)] = targets[at(expert)].next;
+  }
+  plan.send_starts.back() = sent;
   plan.send_order.resize(at(sent));
   plan.slots.resize(input.topk_ids.size());
   plan.first_choices.resize(input.topk_ids.size());
-  // Place of the last first choice for each rank; one before the token's own means none yet.
+  // For each rank the choice that carries the last token's row; one before the token's own choices
+  // means none yet.
   std::vector<std::int64_t> first_of(at(placement.num_ranks), -1);
 
   // Local spans: a store of bytes may change any member, so the loop would load them every time.
@@ -135,7 +141,6 @@ void plan_sends(const PlanInput& input, Plan& plan) {
       const std::int32_t expert = ids[at(i)];
       if (expert < 0) {
         slots[at(i)] = -1;
-        first_choices[at(i)] = static_cast<std::uint8_t>(i - base);
         continue;
       }
       Target& target = target_of[at(expert)];
@@ -143,7 +148,11 @@ void plan_sends(const PlanInput& input, Plan& plan) {
       slots[at(i)] = target.slot_bias + place;
       send_order[at(place)] = static_cast<std::int32_t>(i);
       std::int64_t& first = firsts[at(target.rank)];
-      first = first < base ? i : first;
+      if (first < base || expert < ids[at(first)]) first = i;
+    }
+    for (std::int64_t i = base; i < base + topk; ++i) {
+      const std::int32_t expert = ids[at(i)];
+      const std::int64_t first = expert < 0 ? i : firsts[at(target_of[at(expert)].rank)];
       first_choices[at(i)] = static_cast<std::uint8_t>(first - base);
     }
   }

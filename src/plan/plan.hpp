@@ -40,12 +40,13 @@ struct Plan {
   std::int64_t num_rows = 0;                // without padding
 
   // As a sender.
-  std::vector<std::int64_t> slots;  // [num_tokens, topk] row at the owner; -1 masked
-  std::vector<std::uint8_t>
-      first_choices;                     // [num_tokens, topk] the token's first choice that goes
-                                         // to the same rank; a choice equal to it carries the row
-  std::vector<std::int32_t> send_order;  // [rows sent] token * topk + choice, by (expert, token,
-                                         // choice): the reverse map of `slots`
+  std::vector<std::int64_t> slots;          // [num_tokens, topk] row at the owner; -1 masked
+  std::vector<std::uint8_t> first_choices;  // [num_tokens, topk] of the token's choices that go to
+                                            // the same rank the first in send_order; a choice equal
+                                            // to it carries the row
+  std::vector<std::int32_t> send_order;     // [rows sent] token * topk + choice, by (expert, token,
+                                            // choice): the reverse map of `slots`
+  std::vector<std::int64_t> send_starts;    // [num_experts + 1] where an expert's rows start there
 
   [[nodiscard]] std::int64_t padded_rows() const { return expert_starts.back(); }
 };

@@ -91,6 +91,7 @@ class Group {
       poison(out.first_choices, choices);
       poison(out.owners, choices);
       poison(out.send_order, choices);
+      poison(out.send_starts, routing_.placement.num_experts() + 1);
       poison(out.row_sources, plan_.max_rows(rank));
       poison(out.tiles, plan_.max_tiles(rank));
       poison(out.counts, 1);
@@ -126,6 +127,7 @@ class Group {
       note(equals(out.first_choices, plan.first_choices), "first_choices");
       note(equals(out.owners, expected.owners), "owners");
       note(equals(out.send_order, plan.send_order), "send_order");
+      note(equals(out.send_starts, plan.send_starts), "send_starts");
       note(equals(out.row_sources, expected.row_sources), "row_sources");
       note(equals(out.tiles, expected.tiles), "tiles");
       note(equals(out.counts,

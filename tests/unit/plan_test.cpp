@@ -114,10 +114,16 @@ void expect_sender_matches(const World& world, int rank, const std::map<Key, Row
     sent.insert(static_cast<std::int32_t>(i));
     const Row& row = rows.at({rank, token, choice});
     ASSERT_EQ(plan.slots[i], row.slot) << "token " << token << " choice " << choice;
-    // The first of the token's choices whose row goes to the same owner.
-    int first = 0;
-    while (!rows.contains({rank, token, first}) || rows.at({rank, token, first}).owner != row.owner)
-      ++first;
+    // Of the token's choices with the same owner the one of the lowest expert, then choice.
+    int first = choice;
+    for (int other = world.topk - 1; other >= 0; --other) {
+      const auto found = rows.find({rank, token, other});
+      if (found == rows.end() || found->second.owner != row.owner) continue;
+      const std::size_t base = i - static_cast<std::size_t>(choice);
+      if (ids[base + static_cast<std::size_t>(other)] <=
+          ids[base + static_cast<std::size_t>(first)])
+        first = other;
+    }
     ASSERT_EQ(plan.first_choices[i], first);
   }
   // The reverse map lists every choice that is sent, once, by (expert, token, choice).

@@ -340,7 +340,11 @@ __device__ void find_starts(const Block& block, Shared& shared, u32* warp_counts
       }
     }
     if (num_local == 0 && block.thread == 0) out.expert_starts[0] = 0;
+    if (block.thread < num_experts) {
+      out.send_starts[block.thread] = static_cast<std::int64_t>(sends & 0xFFFFFFFFU);
+    }
     if (block.thread == 0) {
+      out.send_starts[num_experts] = static_cast<std::int64_t>(total & 0xFFFFFFFFU);
       *out.counts = {1, shared.num_rows, static_cast<std::int64_t>(total >> 32),
                      static_cast<std::int64_t>(total & 0xFFFFFFFFU)};
     }
@@ -379,15 +383,18 @@ __device__ void find_source_starts(const Block& block, const Shared& shared) {
   }
 }
 
-// The token's first choice with the same destination, found by looking at all before it.
+// Of the token's choices with the same owner the first in send_order, found by looking at all.
 __device__ int find_first_choice(const Block& block, const Shared& shared, u32 place, int owner) {
   const auto topk = static_cast<u32>(block.args.topk);
   const u32 token = place / topk * topk;
-  for (u32 before = token; before < place; ++before) {
-    const std::int32_t id = block.mine.topk_ids[before];
-    if (id >= 0 && shared.owner[id] == owner) return static_cast<int>(before - token);
+  u32 first = place;
+  for (u32 other = token; other < token + topk; ++other) {
+    const std::int32_t id = block.mine.topk_ids[other];
+    if (id < 0 || shared.owner[id] != owner) continue;
+    const std::int32_t first_id = block.mine.topk_ids[first];
+    if (id < first_id || (id == first_id && other < first)) first = other;
   }
-  return static_cast<int>(place - token);
+  return static_cast<int>(first - token);
 }
 
 // slots, first_choices, owners and send_order. warp_counts hold the next place of every expert's
@@ -397,6 +404,7 @@ __device__ void place_choices(const Block& block, const Shared& shared, u32* war
   const PlanArrays& out = block.mine.out;
   u32* const next = warp_counts + block.warp * args.num_experts;
   const u32 end = warp_range(block).end;
+  constexpr u32 kMasked = 0xFFFFFFFFU;
   const bool tokens_fit = 32 % args.topk == 0;
   const int lane_token = block.lane / args.topk;
   const int lane_choice = block.lane - lane_token * args.topk;
@@ -411,10 +419,16 @@ __device__ void place_choices(const Block& block, const Shared& shared, u32* war
     __syncwarp();
     int choice = lane_choice;
     if (tokens_fit) {
-      // A key that no other lane has where the choice is masked.
-      const int key = id >= 0 ? lane_token << 8 | owner : 1 << 16 | block.lane;
-      choice = (__ffs(static_cast<int>(__match_any_sync(kAllLanes, key))) - 1) -
-               (block.lane - lane_choice);
+      // The least expert of the lanes that have the token and the owner.
+      const u32 key = id >= 0 ? static_cast<u32>(owner) << 16 | static_cast<u32>(id) : kMasked;
+      u32 least = kMasked;
+      for (int other = 0; other < args.topk; ++other) {
+        const u32 others = __shfl_sync(kAllLanes, key, lane_token * args.topk + other);
+        if (others >> 16 == key >> 16 && others < least) {
+          least = others;
+          choice = other;
+        }
+      }
     } else if (id >= 0) {
       choice = find_first_choice(block, shared, place, owner);
     } else {
