@@ -52,6 +52,8 @@ void add_case_options(CLI::App& app, CaseOptions& options);
 [[nodiscard]] Shape resolve_shape(const CaseOptions& options);
 [[nodiscard]] DType parse_dtype(const std::string& text);
 [[nodiscard]] Case build_case(const CaseOptions& options, int num_ranks, bool with_d_out);
+// Choices that are not masked.
+[[nodiscard]] std::int64_t count_rows(const Case& data);
 
 // Options of every command that runs the layer.
 struct LayerOptions {

@@ -4,6 +4,7 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
@@ -104,6 +105,11 @@ DType parse_dtype(const std::string& text) {
 Case build_case(const CaseOptions& o, int num_ranks, bool with_d_out) {
   return make_case(resolve_shape(o), parse_dtype(o.dtype), parse_routing(o.routing), num_ranks,
                    o.mask, o.seed, with_d_out);
+}
+
+std::int64_t count_rows(const Case& data) {
+  return std::count_if(data.topk_ids.begin(), data.topk_ids.end(),
+                       [](std::int32_t id) { return id >= 0; });
 }
 
 void add_layer_options(CLI::App& app, LayerOptions& o) {

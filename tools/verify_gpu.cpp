@@ -59,11 +59,6 @@ CudaSchedule schedule_at(const VerifyFlags& flags, int num_ranks, std::int64_t i
   return sample_cuda_schedule(flags.options.seed, static_cast<std::uint64_t>(index), first.blocks);
 }
 
-std::int64_t count_rows(const Case& data) {
-  return std::count_if(data.topk_ids.begin(), data.topk_ids.end(),
-                       [](std::int32_t id) { return id >= 0; });
-}
-
 void verify_f64_if_meaningful(const Case& data, const CaseResult& got, Verdict& verdict) {
   if (count_rows(data) >= kMinRowsForF64) return verify_f64(data, got, verdict);
   verdict.report.print("f64 error     not compared: fewer than {} rows\n", kMinRowsForF64);
@@ -96,9 +91,7 @@ std::vector<T> take_rows(const std::vector<T>& all, const std::vector<std::int64
   return rows;
 }
 
-std::int64_t row_bytes_of(const Case& data) {
-  return data.hidden * (data.dtype == DType::bf16 ? 2 : 4);
-}
+std::int64_t row_bytes_of(const Case& data) { return data.hidden * dtype_bytes(data.dtype); }
 
 // The case with these of its tokens only.
 Case take_tokens(const Case& data, const std::vector<std::int64_t>& tokens) {

@@ -137,6 +137,50 @@ class CudaTest(cli_test.ProgramTest):
             replay = json.loads(text)
             self.assertEqual((replay["backend"], replay["runs"], replay["failures"]), ("cuda", 1, 0))
 
+    # -- bench: what is recorded, since times of an emulation say nothing
+
+    def bench(self, op, *flags):
+        text = self.ok("bench", *CUDA, *SMALL, "--tokens-per-rank", 20, "--repeats", 2, "--op", op,
+                       "--json", "-", *flags)
+        (record,) = json.loads(text)["records"]
+        self.assertEqual((record["op"], record["backend"], record["impl"], record["tokens"]),
+                         (op, "cuda", "split", 20))
+        self.assertEqual((record["hidden"], record["ffn"], record["gpus"]), (16, 24, 1))
+        self.assertLessEqual(record["ms_min"], record["ms_median"])
+        self.assertIs(record["machine"]["gpu"]["emulated"], True)
+        self.assertTrue(record["commit"] and record["driver"])
+        return record
+
+    def test_bench(self):
+        forward = ["plan", "dispatch", "products", "combine"]
+        backward = ["backward dispatch", "backward products", "backward combine", "backward wgrad"]
+        for op, stages in (("layer", forward + backward), ("backward", backward)):
+            record = self.bench(op)
+            self.assertEqual(set(record["stages_ms"]), set(stages))
+            self.assertAlmostEqual(record["gemm_only_ms"], sum(
+                ms for stage, ms in record["stages_ms"].items()
+                if stage.endswith(("products", "wgrad"))))
+            self.assertGreater(record["tflops"], 0)
+        self.assertNotIn("gbps", self.bench("plan"))
+        # Results return as a row a choice; two choices of a token may go out as one row.
+        rates = {}
+        for op in ("dispatch", "combine"):
+            for payload in ("rank", "choice"):
+                record = self.bench(op, "--schedule", "payload=" + payload)
+                rates[op, payload] = record["gbps"] * record["ms_median"]
+                self.assertGreater(record["ceiling"], 0)
+        self.assertAlmostEqual(rates["combine", "rank"], rates["combine", "choice"])
+        self.assertAlmostEqual(rates["dispatch", "choice"], rates["combine", "choice"])
+        self.assertLess(rates["dispatch", "rank"], rates["dispatch", "choice"])
+
+    def test_bench_refusals(self):
+        bench = ("bench", *CUDA, *SMALL)
+        self.refused(*bench, "--op", "gemm", says=("'gemm'", "plan, dispatch, combine, grouped_gemm"))
+        self.refused(*bench, "--op", "grouped_gemm", "--dtype", "f32", says=("'f32'", "bf16"))
+        self.refused(*bench, "--op", "grouped_gemm", code=3, says="tensor cores")
+        self.refused(*bench, "--baseline", "nccl", says=("'nccl'", "split"))
+        self.refused("bench", "--op", "plan", says=("'plan'", "layer or forward"))
+
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:

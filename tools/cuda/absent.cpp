@@ -24,6 +24,7 @@ CudaSchedule resolve(const CudaSchedule&, int) { refuse(); }
 CaseResult run_case_on_gpu(const Case&, const CudaOptions&) { refuse(); }
 std::int64_t symmetric_bytes(const Case&, const CudaOptions&) { refuse(); }
 Times time_layer(const Case&, const CudaOptions&, std::uint64_t) { refuse(); }
-std::vector<double> time_grouped_gemm(const GemmTask&, int, int, std::uint64_t) { refuse(); }
+std::vector<double> time_product(const ProductTask&, int, int, std::uint64_t) { refuse(); }
+std::vector<double> time_copy(std::int64_t, int) { refuse(); }
 
 }  // namespace uniep::tools

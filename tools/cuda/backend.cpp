@@ -53,6 +53,12 @@ CudaFacts cuda_facts() {
   facts.sms = properties.multiProcessorCount;
   facts.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
   facts.is_emulated = kIsEmulated;
+  // A Hopper SM adds and multiplies 2048 pairs in a cycle.
+  constexpr double kFlopsOfCycle = 4096;
+  int khz = 0;
+  if (cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device) == cudaSuccess) {
+    facts.peak_tflops = kFlopsOfCycle * facts.sms * khz * 1e3 / 1e12;
+  }
   if (properties.major != 9 || properties.minor != 0) {
     facts.missing =
         fmt::format("this GPU is {} with compute capability {}; the kernels need 9.0 (Hopper)",

@@ -24,6 +24,7 @@ struct CudaFacts {
   std::string runtime;     // CUDA version that is built in
   int sms = 0;
   std::int64_t memory_bytes = 0;
+  double peak_tflops = 0;    // of bf16 on tensor cores, at the highest clock
   bool is_emulated = false;  // on the CPU: bf16 by plain products, exp is the CPU's
 };
 // Never throws.
@@ -57,17 +58,22 @@ struct CudaOptions {
 using Times = std::map<std::string, std::vector<double>>;
 [[nodiscard]] Times time_layer(const Case& data, const CudaOptions& options, std::uint64_t seed);
 
-// One product over the rows of a rank's experts, bf16, as docs/design/grouped_gemm.md.
-enum class GemmPass { fprop, swiglu, dgrad, wgrad, wgrad_f32, main_grad };
-struct GemmTask {
-  GemmPass pass = GemmPass::fprop;
+// The products of a layer on tensor cores, over the rows of one rank's experts, bf16; gemm1 with
+// the activation, and data gradients of activations and weight gradients in f32, as the layer has
+// them.
+enum class Product { gemm1, gemm2, dgrad2, dgrad1, wgrad2, wgrad1 };
+struct ProductTask {
+  Product product = Product::gemm1;
   std::vector<std::int64_t> expert_rows;
-  std::int64_t n = 0;  // w is [experts, n, k]
-  std::int64_t k = 0;
+  std::int64_t hidden = 0;
+  std::int64_t ffn = 0;
 };
 // Milliseconds of a call, an entry a repeat; a repeat is as many calls as take some milliseconds.
 // Errors: world where tensor cores or memory are not there.
-[[nodiscard]] std::vector<double> time_grouped_gemm(const GemmTask& task, int repeats, int sms,
-                                                    std::uint64_t seed);
+[[nodiscard]] std::vector<double> time_product(const ProductTask& task, int repeats, int sms,
+                                               std::uint64_t seed);
+
+// Milliseconds of a copy of `bytes` from GPU memory to GPU memory, an entry a repeat.
+[[nodiscard]] std::vector<double> time_copy(std::int64_t bytes, int repeats);
 
 }  // namespace uniep::tools

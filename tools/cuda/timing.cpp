@@ -52,20 +52,49 @@ struct Marks {
   }
 };
 
-cuda::GemmOp op_of(GemmPass pass) {
-  switch (pass) {
-    case GemmPass::fprop:
-      return cuda::GemmOp::fprop;
-    case GemmPass::swiglu:
-      return cuda::GemmOp::fprop_swiglu;
-    case GemmPass::dgrad:
-      return cuda::GemmOp::dgrad;
-    case GemmPass::wgrad:
-    case GemmPass::wgrad_f32:
-    case GemmPass::main_grad:
+// A product as SplitLayer makes it.
+struct Kind {
+  cuda::GemmOp op;
+  bool is_f32;    // its result
+  bool is_first;  // of gemm1 and its gradients: w1 is [E_l, 2 * ffn, hidden], w2 [E_l, hidden, ffn]
+};
+
+Kind kind_of(Product product) {
+  switch (product) {
+    case Product::gemm1:
+      return {.op = cuda::GemmOp::fprop_swiglu, .is_f32 = false, .is_first = true};
+    case Product::gemm2:
+      return {.op = cuda::GemmOp::fprop, .is_f32 = false, .is_first = false};
+    case Product::dgrad2:
+      return {.op = cuda::GemmOp::dgrad, .is_f32 = true, .is_first = false};
+    case Product::dgrad1:
+      return {.op = cuda::GemmOp::dgrad, .is_f32 = false, .is_first = true};
+    case Product::wgrad2:
+      return {.op = cuda::GemmOp::wgrad, .is_f32 = true, .is_first = false};
+    case Product::wgrad1:
       break;
   }
-  return cuda::GemmOp::wgrad;
+  return {.op = cuda::GemmOp::wgrad, .is_f32 = true, .is_first = true};
+}
+
+// A repeat is as many calls, one after the other, as take some milliseconds.
+template <typename Call>
+std::vector<double> time_calls(int repeats, Call call) {
+  constexpr double kBatchMs = 10;
+  const auto time_batch = [&call](std::int64_t calls) {
+    Event start, end;
+    start.record();
+    for (std::int64_t i = 0; i < calls; ++i) call();
+    end.record();
+    end.wait();
+    return start.ms_until(end) / static_cast<double>(calls);
+  };
+  static_cast<void>(time_batch(kWarmUps));
+  const double estimate = std::max(time_batch(kWarmUps), 1e-3);
+  const auto calls = std::max<std::int64_t>(1, std::llround(kBatchMs / estimate));
+  std::vector<double> ms;
+  for (int i = 0; i < repeats; ++i) ms.push_back(time_batch(calls));
+  return ms;
 }
 
 template <typename T>
@@ -119,9 +148,8 @@ Times time_layer(const Case& data, const CudaOptions& options, std::uint64_t see
   return times;
 }
 
-std::vector<double> time_grouped_gemm(const GemmTask& task, int repeats, int sms,
-                                      std::uint64_t seed) {
-  constexpr double kBatchMs = 10;
+std::vector<double> time_product(const ProductTask& task, int repeats, int sms,
+                                 std::uint64_t seed) {
   if (kIsEmulated) throw_world("tensor cores are not emulated, and grouped_gemm needs them");
   std::vector<std::int64_t> starts;
   std::int64_t capacity = 0;
@@ -130,63 +158,61 @@ std::vector<double> time_grouped_gemm(const GemmTask& task, int repeats, int sms
     capacity += (rows + 63) / 64 * 64;
   }
   capacity = std::max<std::int64_t>(capacity, 64);
+  const Kind kind = kind_of(task.product);
+  const std::int64_t n = kind.is_first ? 2 * task.ffn : task.hidden;
+  const std::int64_t k = kind.is_first ? task.hidden : task.ffn;
   const auto experts = static_cast<std::int64_t>(starts.size());
-  const cuda::GemmOp op = op_of(task.pass);
-  const bool is_wgrad = op == cuda::GemmOp::wgrad;
-  const bool is_dgrad = op == cuda::GemmOp::dgrad;
-  const bool is_swiglu = op == cuda::GemmOp::fprop_swiglu;
-  const bool is_f32 = task.pass == GemmPass::wgrad_f32 || task.pass == GemmPass::main_grad;
-  const std::int64_t weights = experts * task.n * task.k;
+  const bool is_wgrad = kind.op == cuda::GemmOp::wgrad;
+  const bool is_dgrad = kind.op == cuda::GemmOp::dgrad;
+  const bool is_swiglu = kind.op == cuda::GemmOp::fprop_swiglu;
+  const std::int64_t weights = experts * n * k;
   const std::int64_t out_elements = is_wgrad    ? weights
-                                    : is_dgrad  ? capacity * task.k
-                                    : is_swiglu ? capacity * task.n / 2
-                                                : capacity * task.n;
+                                    : is_dgrad  ? capacity * k
+                                    : is_swiglu ? capacity * task.ffn
+                                                : capacity * n;
   const RandomPattern pattern(DType::bf16, seed);
   const auto matrix = [&pattern](bool is_read, std::int64_t count, float scale, const char* what) {
     return is_read ? pattern.make(2 * count, scale, what) : DeviceArray<std::byte>();
   };
   // Random rows also in the padding, where a layer has zeros: a little more is multiplied.
-  const auto x = matrix(!is_dgrad, capacity * task.k, 1, "x");
-  const auto d_y = matrix(is_dgrad || is_wgrad, capacity * task.n, 1, "d_y");
-  const auto w = matrix(!is_wgrad, weights, 1.0F / std::sqrt(static_cast<float>(task.k)), "w");
-  const auto out = pattern.make(out_elements * (is_f32 ? 4 : 2), 1, "the product");
-  const auto h = matrix(is_swiglu, capacity * task.n, 1, "h");
+  const auto x = matrix(!is_dgrad, capacity * k, 1, "x");
+  const auto d_y = matrix(is_dgrad || is_wgrad, capacity * n, 1, "d_y");
+  const auto w = matrix(!is_wgrad, weights, 1.0F / std::sqrt(static_cast<float>(k)), "w");
+  const DeviceArray<std::byte> out(out_elements * (kind.is_f32 ? 4 : 2), "the product");
+  const DeviceArray<std::byte> h(is_swiglu ? 2 * capacity * n : 0, "h");
   const auto row_weights = upload(
       std::vector<float>(static_cast<std::size_t>(is_swiglu ? capacity : 1), 0.125F), "weights");
   const auto device_starts = upload(starts, "starts");
   const auto device_rows = upload(task.expert_rows, "rows");
   const auto tickets = upload(std::vector<std::uint32_t>{0}, "tickets");
-  const cuda::GroupedGemm problem{.n = task.n,
-                                  .k = task.k,
+  const cuda::GroupedGemm problem{.n = n,
+                                  .k = k,
                                   .x = x.get(),
                                   .d_y = d_y.get(),
                                   .w = w.get(),
                                   .out = out.get(),
                                   .h = h.get(),
-                                  .row_weights = is_swiglu ? row_weights.get() : nullptr,
-                                  .accumulate = task.pass == GemmPass::main_grad};
-  const auto time_batch = [&](std::int64_t calls) {
-    Event start, end;
-    start.record();
-    for (std::int64_t i = 0; i < calls; ++i) {
-      cuda::run_grouped_gemm(op, cuda::ElementType::bf16,
-                             is_f32 ? cuda::ElementType::f32 : cuda::ElementType::bf16,
-                             {.starts = device_starts.get(),
-                              .rows = device_rows.get(),
-                              .num_experts = static_cast<int>(experts),
-                              .capacity = capacity},
-                             {&problem, 1}, {.num_sms = sms, .tickets = tickets.get()});
-    }
-    end.record();
-    end.wait();
-    return start.ms_until(end) / static_cast<double>(calls);
-  };
-  static_cast<void>(time_batch(kWarmUps));
-  const double estimate = std::max(time_batch(kWarmUps), 1e-3);
-  const auto calls = std::max<std::int64_t>(1, std::llround(kBatchMs / estimate));
-  std::vector<double> ms;
-  for (int i = 0; i < repeats; ++i) ms.push_back(time_batch(calls));
-  return ms;
+                                  .row_weights = is_swiglu ? row_weights.get() : nullptr};
+  return time_calls(repeats, [&] {
+    cuda::run_grouped_gemm(kind.op, cuda::ElementType::bf16,
+                           kind.is_f32 ? cuda::ElementType::f32 : cuda::ElementType::bf16,
+                           {.starts = device_starts.get(),
+                            .rows = device_rows.get(),
+                            .num_experts = static_cast<int>(experts),
+                            .capacity = capacity},
+                           {&problem, 1}, {.num_sms = sms, .tickets = tickets.get()});
+  });
+}
+
+std::vector<double> time_copy(std::int64_t bytes, int repeats) {
+  const DeviceArray<std::byte> from(bytes, "a copy");
+  const DeviceArray<std::byte> to(bytes, "a copy");
+  check_cuda(cudaMemset(from.get(), 0, static_cast<std::size_t>(bytes)), "memory cannot be set");
+  return time_calls(repeats, [&] {
+    check_cuda(cudaMemcpyAsync(to.get(), from.get(), static_cast<std::size_t>(bytes),
+                               cudaMemcpyDeviceToDevice, nullptr),
+               "memory cannot be copied");
+  });
 }
 
 }  // namespace uniep::tools

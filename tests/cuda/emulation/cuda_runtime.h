@@ -113,7 +113,7 @@ inline unsigned long long atomicCAS_system(unsigned long long* word, unsigned lo
 
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrClockRate };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
 using cudaStream_t = struct EmulatedStream*;
@@ -156,8 +156,8 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = uniep::emulation::num_sms;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? uniep::emulation::num_sms : 0;
   return cudaSuccess;
 }
 template <typename Kernel>
@@ -174,6 +174,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                const Args& args) {
   uniep::emulation::run_blocks(config->gridDim.x, config->blockDim.x, [&] { kernel(args); });
   return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes,
+                                   cudaMemcpyKind kind, cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
 }
 
 // Kernels have ended when their launch returns, so an event is a time.
