@@ -36,14 +36,56 @@ struct RunFlags {
   bool backward = false;
 };
 
+int ranks_of(const RunFlags& f, const Case& data) {
+  const auto file_ranks = std::max<std::size_t>(1, data.tokens_per_rank.size());
+  return static_cast<int>(f.ranks > 0 ? f.ranks : static_cast<std::int64_t>(file_ranks));
+}
+
+// Writes the results and their hashes; `json` already has how they were made.
+int write_results(const RunFlags& f, const Case& data, CaseResult result, OutputFile& output,
+                  Report& report, nlohmann::json json) {
+  const auto hashes = hash_results(result);
+  json["schema"] = 1;
+  json["output"] = f.output;
+  for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
+    json["hashes"][kResultNames[i]] = fmt::format("{:016x}", hashes[i]);
+  }
+  report.write(json);
+  write_tensor_file(output, f.output, to_file(data, std::move(result), f.backward));
+  output.publish();
+  for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
+    report.print("{:<15} {:016x}\n", kResultNames[i], hashes[i]);
+  }
+  report.publish();
+  return 0;
+}
+
+int run_layer_on_gpu(const RunFlags& f) {
+  CudaOptions options = cuda_options(f.layer);
+  options.backward = f.backward;
+  check_distinct(f.output, f.json);
+  const Case data = load_case(f.input);
+  options.num_ranks = ranks_of(f, data);
+  options.schedule = resolve(options.schedule, options.num_ranks);
+  const auto output = open_tensor_output(f.output);
+  Report report(f.json);
+  CaseResult result = run_case_on_gpu(data, options);
+  return write_results(f, data, std::move(result), *output, report,
+                       {{"backend", "cuda"},
+                        {"gpu", cuda_facts().gpu},
+                        {"ranks", options.num_ranks},
+                        {"schedule", to_string(options.schedule)},
+                        {"memory_bytes", {{"symmetric", symmetric_bytes(data, options)}}}});
+}
+
 int run_layer(const RunFlags& f) {
+  check_layer_options(f.layer);
+  if (f.layer.is_cuda()) return run_layer_on_gpu(f);
   RunOptions options = run_options(f.layer);
   options.backward = f.backward;
   check_distinct(f.output, f.json);
   const Case data = load_case(f.input);
-  const auto file_ranks = std::max<std::size_t>(1, data.tokens_per_rank.size());
-  options.num_ranks =
-      static_cast<int>(f.ranks > 0 ? f.ranks : static_cast<std::int64_t>(file_ranks));
+  options.num_ranks = ranks_of(f, data);
   if (f.layer.processes) options.job = job_from_environment();
   if (options.job) {
     options.processes = false;
@@ -61,23 +103,12 @@ int run_layer(const RunFlags& f) {
   Report report(f.json);
   CaseResult result = run_case(data, options);
   const RunMemory memory = memory_of_run(data, options);
-  const auto hashes = hash_results(result);
-  nlohmann::json json{{"schema", 1},
-                      {"ranks", options.num_ranks},
-                      {"schedule", to_string(options.schedule)},
-                      {"output", f.output},
-                      {"memory_bytes", {{"tensors", memory.tensors}, {"buffers", memory.buffers}}}};
-  for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
-    json["hashes"][kResultNames[i]] = fmt::format("{:016x}", hashes[i]);
-  }
-  report.write(json);
-  write_tensor_file(*output, f.output, to_file(data, std::move(result), f.backward));
-  output->publish();
-  for (std::size_t i = 0; i < (f.backward ? hashes.size() : 1); ++i) {
-    report.print("{:<15} {:016x}\n", kResultNames[i], hashes[i]);
-  }
-  report.publish();
-  return 0;
+  return write_results(
+      f, data, std::move(result), *output, report,
+      {{"backend", "cpu"},
+       {"ranks", options.num_ranks},
+       {"schedule", to_string(options.schedule)},
+       {"memory_bytes", {{"tensors", memory.tensors}, {"buffers", memory.buffers}}}});
 }
 
 // Trace-event JSON (the format of chrome://tracing, which Perfetto reads): a process a rank, a
@@ -102,8 +133,13 @@ int run_info(const std::string& json_path) {
   Report report(json_path);
   nlohmann::json info = machine_info();
   info["schema"] = 1;
-  info["backends"] = {{"cpu", "ok"}, {"cuda", "no: the layer is not served on cuda by this build"}};
-  info["providers"] = {{"host", "ok: ranks as threads or processes of this machine"}};
+  const CudaFacts gpu = cuda_facts();
+  const bool has_cuda = gpu.missing.empty();
+  info["backends"] = {{"cpu", "ok"}, {"cuda", has_cuda ? "ok" : "no: " + gpu.missing}};
+  info["providers"] = {
+      {"host", "ok: ranks as threads or processes of this machine"},
+      {"cuda", has_cuda ? "ok: up to 16 virtual ranks of one GPU" : "no: backend cuda is not"}};
+  if (!gpu.gpu.empty()) info["gpu"] = gpu_info(gpu);
   const auto text = [&info](const char* key) { return info[key].get<std::string>(); };
   const auto bytes = [&info](const char* key) { return bytes_text(info[key].get<double>()); };
   report.print("{:<14} {}, commit {}, {} build, compiler {}\n", "uniep", text("version"),
@@ -113,6 +149,11 @@ int run_info(const std::string& json_path) {
                info["cores"].get<int>(), text("gemm_instruction_set"));
   report.print("{:<14} {}, {} available\n", "memory", bytes("memory_bytes"),
                bytes("available_bytes"));
+  if (!gpu.gpu.empty()) {
+    report.print("{:<14} {}, capability {}, {} SMs, {}, driver {}, CUDA {}\n", "gpu", gpu.gpu,
+                 gpu.capability, gpu.sms, bytes_text(static_cast<double>(gpu.memory_bytes)),
+                 gpu.driver, gpu.runtime);
+  }
   for (const char* kind : {"backend", "provider"}) {
     for (const auto& [name, state] : info[std::string(kind) + "s"].items()) {
       report.print("{:<14} {}\n", fmt::format("{} {}", kind, name), state.get<std::string>());
@@ -163,7 +204,7 @@ struct TraceFlags {
 };
 
 int run_trace(const TraceFlags& f) {
-  RunOptions options = run_options(f.layer);
+  RunOptions options = cpu_run_options(f.layer, "trace");
   options.num_ranks = static_cast<int>(f.ranks);
   options.backward = true;
   options.trace = true;

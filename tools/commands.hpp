@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/backend.hpp"
 #include "io/case.hpp"
 #include "io/output_file.hpp"
 #include "uniep/schedule.hpp"
@@ -51,21 +52,30 @@ void add_case_options(CLI::App& app, CaseOptions& options);
 [[nodiscard]] Shape resolve_shape(const CaseOptions& options);
 [[nodiscard]] DType parse_dtype(const std::string& text);
 [[nodiscard]] Case build_case(const CaseOptions& options, int num_ranks, bool with_d_out);
+// Choices that are not masked.
+[[nodiscard]] std::int64_t count_rows(const Case& data);
 
 // Options of every command that runs the layer.
 struct LayerOptions {
   std::string backend = "cpu", numerics = "default", schedule;
   std::int64_t timeout = 30;  // seconds
   bool processes = false;
+
+  [[nodiscard]] bool is_cuda() const { return backend == "cuda"; }
 };
 void add_layer_options(CLI::App& app, LayerOptions& options);
-// The schedule; refuses a backend or a numeric class that is not served.
-[[nodiscard]] Schedule check_layer_options(const LayerOptions& options);
-// Checks the same and sets what all runs take from the command line.
+// Refuses a backend or a numeric class that is not served, a schedule that the backend cannot read,
+// and the cuda backend where it cannot run.
+void check_layer_options(const LayerOptions& options);
+// What all runs take from checked options of their backend.
 [[nodiscard]] RunOptions run_options(const LayerOptions& options);
+[[nodiscard]] CudaOptions cuda_options(const LayerOptions& options);
+// Checks the options of a command that `what` names and that runs on the CPU alone.
+[[nodiscard]] RunOptions cpu_run_options(const LayerOptions& options, const char* what);
 
 [[nodiscard]] std::vector<int> parse_ranks(const std::string& text);
 [[nodiscard]] nlohmann::json machine_info();
+[[nodiscard]] nlohmann::json gpu_info(const CudaFacts& facts);
 
 void add_json_option(CLI::App& app, std::string& path, const std::string& what);
 

@@ -4,6 +4,7 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
@@ -106,15 +107,23 @@ Case build_case(const CaseOptions& o, int num_ranks, bool with_d_out) {
                    o.mask, o.seed, with_d_out);
 }
 
+std::int64_t count_rows(const Case& data) {
+  return std::count_if(data.topk_ids.begin(), data.topk_ids.end(),
+                       [](std::int32_t id) { return id >= 0; });
+}
+
 void add_layer_options(CLI::App& app, LayerOptions& o) {
   app.add_option("--backend", o.backend, "cpu or cuda")->type_name("NAME")->capture_default_str();
   app.add_option(
          "--schedule", o.schedule,
-         "how the work is done, never what comes out; any of fusion=fused|split, "
+         "how the work is done, never what comes out. On the cpu any of fusion=fused|split, "
          "payload=rank|choice, direction=push|pull, tile_m=64 (rows), tile_n=128 (columns), "
          "expert_order=ascending|rotated, destination_order=rotated|ascending, "
          "wgrad=filling|after, workers=1 (threads of a rank), comm_workers=0 (of them, how "
-         "many move rows first), chunk=16 (tokens); the first or shown value is the default")
+         "many move rows first), chunk=16 (tokens). On cuda any of fusion=split, "
+         "payload=rank|choice, dispatch=push|pull, combine=push|pull, blocks=0 (of a rank for "
+         "moving rows; 0: up to 16), push_warps=8 (of a block's 16), chunk=8 (tokens), sms=0 (for "
+         "products; 0: all). The first or shown value is the default")
       ->type_name("K=V,…");
   app.add_option("--numerics", o.numerics, "numeric class: default")
       ->type_name("NAME")
@@ -126,26 +135,43 @@ void add_layer_options(CLI::App& app, LayerOptions& o) {
                "mpirun, this process is one of the ranks");
 }
 
-Schedule check_layer_options(const LayerOptions& o) {
+void check_layer_options(const LayerOptions& o) {
   if (o.backend != "cpu" && o.backend != "cuda") {
     throw_invalid("--backend is {}; it can be cpu or cuda", quote(o.backend));
   }
   if (o.numerics != "default") {
     throw_invalid("--numerics is {}; the only numeric class served is default", quote(o.numerics));
   }
-  const Schedule schedule = parse_schedule(o.schedule);
-  if (o.backend == "cuda") {
-    throw_world("--backend cuda cannot run here: this build serves the layer on cpu only");
+  if (!o.is_cuda()) {
+    static_cast<void>(parse_schedule(o.schedule));
+    return;
   }
-  return schedule;
+  if (o.processes) {
+    throw_invalid("--processes is for the cpu backend; on cuda all ranks share one GPU");
+  }
+  static_cast<void>(parse_cuda_schedule(o.schedule));
+  require_cuda();
 }
 
 RunOptions run_options(const LayerOptions& o) {
   RunOptions options;
-  options.schedule = check_layer_options(o);
+  options.schedule = parse_schedule(o.schedule);
   options.wait_bound = std::chrono::seconds(o.timeout);
   options.processes = o.processes;
   return options;
+}
+
+CudaOptions cuda_options(const LayerOptions& o) {
+  CudaOptions options;
+  options.schedule = parse_cuda_schedule(o.schedule);
+  options.wait_bound = std::chrono::seconds(o.timeout);
+  return options;
+}
+
+RunOptions cpu_run_options(const LayerOptions& o, const char* what) {
+  check_layer_options(o);
+  if (o.is_cuda()) throw_world("uniep {} runs on the cpu backend only", what);
+  return run_options(o);
 }
 
 std::vector<int> parse_ranks(const std::string& text) {
@@ -233,6 +259,16 @@ nlohmann::json machine_info() {
           {"build", UNIEP_BUILD_TYPE},
           {"commit", UNIEP_COMMIT},
           {"version", UNIEP_VERSION}};
+}
+
+nlohmann::json gpu_info(const CudaFacts& facts) {
+  return {{"name", facts.gpu},
+          {"capability", facts.capability},
+          {"sms", facts.sms},
+          {"memory_bytes", facts.memory_bytes},
+          {"driver", facts.driver},
+          {"cuda", facts.runtime},
+          {"emulated", facts.is_emulated}};
 }
 
 }  // namespace uniep::tools

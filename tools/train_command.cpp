@@ -200,7 +200,7 @@ void check_checkpoint_path(const Flags& f) {
 
 int run_train(const Flags& f) {
   train::TrainOptions options;
-  options.schedule = check_layer_options(f.layer);
+  options.schedule = cpu_run_options(f.layer, "train").schedule;
   options.wait_bound = std::chrono::seconds(f.layer.timeout);
   options.num_ranks = static_cast<int>(f.ranks);
   options.steps = f.steps;

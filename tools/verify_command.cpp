@@ -15,35 +15,19 @@
 #include "cpu/group.hpp"
 #include "layer/compare.hpp"
 #include "layer/run_case.hpp"
+#include "verify.hpp"
 
 namespace uniep::tools {
-namespace {
-
-struct Flags {
-  CaseOptions options;
-  LayerOptions layer;
-  std::string ranks = "1,2,4", json, dtype = "both";
-  std::int64_t schedules = 8;
-  bool fuzz = false;
-  double seconds = 10;
-};
-
-struct Verdict {
-  Report report;
-  int runs = 0;
-  int failures = 0;
-  nlohmann::json records = nlohmann::json::array();
-};
 
 void fail(Verdict& verdict, const std::string& text) {
   ++verdict.failures;
   verdict.report.print("FAIL  {}\n", text);
 }
 
-// The schedules of one rank count: the given or default one first, then points of the space.
-Schedule schedule_at(const Flags& flags, std::int64_t index) {
-  if (index == 0 || !flags.layer.schedule.empty()) return parse_schedule(flags.layer.schedule);
-  return sample_schedule(flags.options.seed, static_cast<std::uint64_t>(index));
+void print_header(Report& report, const std::string& dtype) {
+  report.print("{:<12}", dtype);
+  for (const char* name : kResultNames) report.print("  {:<16}", name);
+  report.print("  equal\n");
 }
 
 void print_row(Report& report, const std::string& name, const std::array<std::uint64_t, 5>& hashes,
@@ -53,9 +37,24 @@ void print_row(Report& report, const std::string& name, const std::array<std::ui
   report.print("  {}/{}\n", equal, runs);
 }
 
-void verify_f64(const Case& data, const CaseResult& sequential, Verdict& verdict) {
+void add_ranks_record(Verdict& verdict, const std::string& dtype, int num_ranks,
+                      std::int64_t schedules, std::int64_t equal,
+                      const std::array<std::uint64_t, 5>& hashes) {
+  nlohmann::json record{
+      {"dtype", dtype}, {"ranks", num_ranks}, {"schedules", schedules}, {"equal", equal}};
+  for (std::size_t r = 0; r < hashes.size(); ++r) {
+    record["hashes"][kResultNames[r]] = fmt::format("{:016x}", hashes[r]);
+  }
+  verdict.records.push_back(record);
+}
+
+void show_progress(const std::string& text) {
+  if (::isatty(STDERR_FILENO) != 0) fmt::print(stderr, "\r{:<40}\r{}", "", text);
+}
+
+void verify_f64(const Case& data, const CaseResult& got, Verdict& verdict) {
   Report& report = verdict.report;
-  const auto bounds = compare_with_f64(data, sequential, run_case_f64(data, true));
+  const auto bounds = compare_with_f64(data, got, run_case_f64(data, true));
   report.print("{:<12}", "f64 error");
   for (std::size_t i = 0; i < bounds.size(); ++i) {
     report.print("  {:>7.1e}<{:>7.1e} ", bounds[i].relative, bounds[i].bound);
@@ -72,7 +71,15 @@ void verify_f64(const Case& data, const CaseResult& sequential, Verdict& verdict
   }
 }
 
-void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict) {
+namespace {
+
+// The schedules of one rank count: the given or default one first, then points of the space.
+Schedule schedule_at(const VerifyFlags& flags, std::int64_t index) {
+  if (index == 0 || !flags.layer.schedule.empty()) return parse_schedule(flags.layer.schedule);
+  return sample_schedule(flags.options.seed, static_cast<std::uint64_t>(index));
+}
+
+void verify_dtype(const VerifyFlags& flags, const std::string& dtype, Verdict& verdict) {
   Report& report = verdict.report;
   CaseOptions case_options = flags.options;
   case_options.dtype = dtype;
@@ -80,19 +87,15 @@ void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict
   const int widest = *std::max_element(ranks.begin(), ranks.end());
   const Case data = build_case(case_options, widest, true);
   const CaseResult sequential = run_case_sequential(data, true);
-  report.print("{:<12}", dtype);
-  for (const char* name : kResultNames) report.print("  {:<16}", name);
-  report.print("  equal\n");
+  print_header(report, dtype);
   const auto expected = hash_results(sequential);
   print_row(report, "sequential", expected, 1, 1);
   for (const int num_ranks : ranks) {
     std::int64_t equal = 0;
     auto hashes = expected;
     for (std::int64_t i = 0; i < flags.schedules; ++i) {
-      if (::isatty(STDERR_FILENO) != 0) {
-        fmt::print(stderr, "\r{} ranks {} schedule {}/{} ", dtype, num_ranks, i + 1,
-                   flags.schedules);
-      }
+      show_progress(
+          fmt::format("{} ranks {} schedule {}/{} ", dtype, num_ranks, i + 1, flags.schedules));
       RunOptions options = run_options(flags.layer);
       options.num_ranks = num_ranks;
       options.schedule = schedule_at(flags, i);
@@ -108,21 +111,11 @@ void verify_dtype(const Flags& flags, const std::string& dtype, Verdict& verdict
                                   to_string(options.schedule), difference));
       }
     }
-    if (::isatty(STDERR_FILENO) != 0) fmt::print(stderr, "\r{:40}\r", "");
+    show_progress("");
     print_row(report, fmt::format("{} ranks", num_ranks), hashes, equal, flags.schedules);
-    nlohmann::json record{
-        {"dtype", dtype}, {"ranks", num_ranks}, {"schedules", flags.schedules}, {"equal", equal}};
-    for (std::size_t r = 0; r < hashes.size(); ++r) {
-      record["hashes"][kResultNames[r]] = fmt::format("{:016x}", hashes[r]);
-    }
-    verdict.records.push_back(record);
+    add_ranks_record(verdict, dtype, num_ranks, flags.schedules, equal, hashes);
   }
   verify_f64(data, sequential, verdict);
-}
-
-template <typename T, std::size_t N>
-T pick(Rng& rng, const std::array<T, N>& values) {
-  return values[static_cast<std::size_t>(rng.below(N))];
 }
 
 // One random case from a seed; returns what failed, or nothing.
@@ -170,14 +163,16 @@ std::string fuzz_one(std::uint64_t seed, const LayerOptions& layer, std::string&
   return describe_difference(data, run_case_sequential(data, true), run_case(data, options));
 }
 
-void run_fuzz(const Flags& flags, Verdict& verdict) {
+void run_fuzz(const VerifyFlags& flags, Verdict& verdict) {
   verdict.report.print("seed {} (replay one case: --fuzz --seconds 0 --seed SEED)\n",
                        flags.options.seed);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(flags.seconds);
   std::uint64_t seed = flags.options.seed;
   do {
     std::string description;
-    const std::string failure = fuzz_one(seed, flags.layer, description);
+    const std::string failure = flags.layer.is_cuda()
+                                    ? fuzz_one_on_gpu(seed, flags.layer, description)
+                                    : fuzz_one(seed, flags.layer, description);
     ++verdict.runs;
     if (!failure.empty()) {
       fail(verdict, fmt::format("seed {}: {}: {}", seed, description, failure));
@@ -188,10 +183,14 @@ void run_fuzz(const Flags& flags, Verdict& verdict) {
   verdict.report.print("{} cases, seeds {} to {}\n", verdict.runs, flags.options.seed, seed - 1);
 }
 
-int run_verify(const Flags& flags) {
-  static_cast<void>(check_layer_options(flags.layer));
+int run_verify(const VerifyFlags& flags) {
+  check_layer_options(flags.layer);
+  const bool is_cuda = flags.layer.is_cuda();
+  if (!is_cuda && flags.sample >= 0) {
+    throw_invalid("--sample is for the cuda backend; on the cpu all tokens are recomputed");
+  }
   for (const int num_ranks : parse_ranks(flags.ranks)) {
-    for (std::int64_t i = 0; i < flags.schedules && !flags.fuzz; ++i) {
+    for (std::int64_t i = 0; i < flags.schedules && !flags.fuzz && !is_cuda; ++i) {
       cpu::check_num_threads(num_ranks, schedule_at(flags, i));
     }
   }
@@ -202,12 +201,14 @@ int run_verify(const Flags& flags) {
   if (flags.fuzz) {
     run_fuzz(flags, verdict);
   } else {
-    if (flags.dtype != "bf16") verify_dtype(flags, "f32", verdict);
-    if (flags.dtype != "f32") verify_dtype(flags, "bf16", verdict);
+    const auto verify = is_cuda ? verify_dtype_on_gpu : verify_dtype;
+    if (flags.dtype != "bf16") verify(flags, "f32", verdict);
+    if (flags.dtype != "f32") verify(flags, "bf16", verdict);
   }
   verdict.report.print("{}: {} runs, {} failures\n", verdict.failures == 0 ? "PASS" : "FAIL",
                        verdict.runs, verdict.failures);
   verdict.report.write({{"schema", 1},
+                        {"backend", flags.layer.backend},
                         {"seed", flags.options.seed},
                         {"runs", verdict.runs},
                         {"failures", verdict.failures},
@@ -235,7 +236,7 @@ void check_fuzz_flags(const CLI::App& command, bool fuzz) {
 }  // namespace
 
 void add_verify(CLI::App& app, Run& run) {
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<VerifyFlags>();
   auto* command = app.add_subcommand("verify", "prove that ranks and schedules give the same bits");
   add_case_options(*command, flags->options);
   command->add_option("--dtype", flags->dtype, "both, f32 or bf16")
@@ -245,6 +246,9 @@ void add_verify(CLI::App& app, Run& run) {
       ->type_name("N,…")
       ->capture_default_str();
   add_number(*command, "--schedules", flags->schedules, 1, 100000, "schedules for each rank count");
+  add_number(*command, "--sample", flags->sample, 0, kMaxTokensFlag,
+             "on cuda: of how many tokens the CPU recomputes the results; 0 takes all",
+             "all, or 64 where that would take long");
   add_layer_options(*command, flags->layer);
   command->get_option("--schedule")
       ->description("only this schedule; uniep run --help has the keys");

@@ -409,6 +409,7 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
     topk.push_back({t.topk_ids, t.num_tokens});
   }
   Saved saved = take_saved();
+  begin("plan");
   saved.plan->run(topk, stream, first_rank_);
   std::vector<DispatchRank> sends;
   for (int local = 0; local < num_local_ranks_; ++local) {
@@ -440,11 +441,15 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
     second.push_back(gemm2(local, ranks[at(local)]));
   }
   if (schedule_.fusion == Fusion::fused) {
+    begin("fused");
     fused_dispatch(Pass::forward, saved, sends, first, stream);
     fused_combine(Pass::forward, saved, second, returns, stream);
+    begin("end");
     return saved;
   }
+  begin("dispatch");
   dispatch(sends, stream);
+  begin("products");
   for (int local = 0; local < num_local_ranks_; ++local) {
     multiply(saved, local, first[at(local)], stream);
     if (shape_.gemm != GemmEngine::tensor_cores) {
@@ -452,7 +457,9 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
     }
     multiply(saved, local, second[at(local)], stream);
   }
+  begin("combine");
   combine(returns, stream);
+  begin("end");
   return saved;
 }
 
@@ -599,10 +606,12 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
                        .experts = experts_of(local)});
   }
   const bool fused = schedule_.fusion == Fusion::fused;
+  begin(fused ? "fused" : "dispatch");
   if (fused) {
     fused_dispatch(Pass::backward, saved, sends, first, stream);
   } else {
     dispatch(sends, stream);
+    begin("products");
   }
   for (int local = 0; local < num_local_ranks_; ++local) {
     if (!fused) multiply(saved, local, first[at(local)], stream);
@@ -615,8 +624,10 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
   if (fused) {
     fused_combine(Pass::backward, saved, second, returns, stream);
   } else {
+    begin("combine");
     combine(returns, stream);
   }
+  begin("wgrad");
   for (int local = 0; local < num_local_ranks_; ++local) {
     const BackwardTensors& t = ranks[at(local)];
     multiply(saved, local,
@@ -642,6 +653,7 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
               .accumulate = t.accumulate},
              stream);
   }
+  begin("end");
 }
 
 void SplitLayer::check(const Saved& saved, cudaStream_t stream) const {

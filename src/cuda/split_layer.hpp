@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -129,8 +130,17 @@ class SplitLayer {
   // Gives memory back to the next forward, which otherwise takes new memory and waits for the GPU.
   void release(Saved saved) { spare_.push_back(std::move(saved)); }
 
+  // For timing: called on the host before the launches of each stage (plan, dispatch, products,
+  // combine, wgrad) and, with "end", after the last.
+  void set_observer(std::function<void(const char* stage)> observer) {
+    observer_ = std::move(observer);
+  }
+
  private:
   struct Product;
+  void begin(const char* stage) const {
+    if (observer_) observer_(stage);
+  }
   [[nodiscard]] Saved take_saved();
   [[nodiscard]] MoveShape move_shape() const;
   void dispatch(std::span<const DispatchRank> ranks, cudaStream_t stream) const;
@@ -172,6 +182,7 @@ class SplitLayer {
   DeviceArray<std::uint32_t> tickets_;                        // [local ranks]
   DeviceArray<std::uint64_t> fused_words_;  // [local ranks] words of each, see FusedWords
   std::vector<Saved> spare_;
+  std::function<void(const char* stage)> observer_;
 };
 
 }  // namespace uniep::cuda

@@ -2,11 +2,9 @@
 #include "uniep/schedule.hpp"
 
 #include <array>
-#include <charconv>
-#include <set>
-#include <span>
 
 #include "base/error.hpp"
+#include "schedule/key_values.hpp"
 
 namespace uniep {
 namespace {
@@ -17,38 +15,6 @@ constexpr std::array<std::string_view, 2> kPayloads{"choice", "rank"};
 constexpr std::array<std::string_view, 2> kDirections{"push", "pull"};
 constexpr std::array<std::string_view, 2> kOrders{"ascending", "rotated"};
 constexpr std::array<std::string_view, 2> kWgrads{"filling", "after"};
-
-template <typename Enum>
-std::string_view name_of(Enum value, std::span<const std::string_view> names) {
-  return names[static_cast<std::size_t>(value)];
-}
-
-template <typename Enum>
-void parse_enum(std::string_view key, std::string_view text,
-                std::span<const std::string_view> names, Enum& value) {
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    if (names[i] == text) {
-      value = static_cast<Enum>(i);
-      return;
-    }
-  }
-  throw_invalid("schedule {} is '{}'; it can be {} or {}", key, text, names[0], names[1]);
-}
-
-void parse_int(std::string_view key, std::string_view text, std::int32_t& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size()) {
-    throw_invalid("schedule {} is '{}'; it must be a whole number", key, text);
-  }
-}
-
-void check_range(std::string_view key, std::int32_t value, std::int32_t low, std::int32_t high,
-                 std::int32_t step) {
-  if (value < low || value > high || value % step != 0) {
-    throw_invalid("schedule {} is {}; it must be {} to {}, a multiple of {}", key, value, low, high,
-                  step);
-  }
-}
 
 void apply(std::string_view key, std::string_view text, Schedule& schedule) {
   if (key == "fusion") return parse_enum(key, text, kFusions, schedule.fusion);
@@ -68,13 +34,6 @@ void apply(std::string_view key, std::string_view text, Schedule& schedule) {
       key);
 }
 
-std::uint64_t mix(std::uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2014)
-  x += 0x9e3779b97f4a7c15ULL;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
-  return x ^ (x >> 31);
-}
-
 }  // namespace
 
 std::string to_string(const Schedule& s) {
@@ -88,21 +47,9 @@ std::string to_string(const Schedule& s) {
 
 Schedule parse_schedule(std::string_view text, const Schedule& base) {
   Schedule schedule = base;
-  std::set<std::string_view> seen;
-  bool more = !text.empty();  // after a comma an item must follow, even at the end
-  while (more) {
-    const std::size_t comma = text.find(',');
-    const std::string_view item = text.substr(0, comma);
-    more = comma != std::string_view::npos;
-    text = more ? text.substr(comma + 1) : std::string_view{};
-    const std::size_t equals = item.find('=');
-    if (equals == std::string_view::npos) {
-      throw_invalid("schedule item '{}' is not of the form key=value", item);
-    }
-    const std::string_view key = item.substr(0, equals);
-    if (!seen.insert(key).second) throw_invalid("schedule key '{}' is given twice", key);
-    apply(key, item.substr(equals + 1), schedule);
-  }
+  for_each_item(text, [&schedule](std::string_view key, std::string_view value) {
+    apply(key, value, schedule);
+  });
   validate(schedule);
   return schedule;
 }
@@ -130,11 +77,7 @@ std::uint64_t hash(const Schedule& schedule) {
 }
 
 Schedule sample_schedule(std::uint64_t seed, std::uint64_t index) {
-  std::uint64_t state = mix(seed ^ mix(index));
-  const auto draw = [&state](std::uint64_t n) {
-    state = mix(state);
-    return state % n;
-  };
+  ScheduleDraws draw(seed, index);
   constexpr std::array<std::int32_t, 6> kTileM{8, 16, 32, 64, 128, 192};
   constexpr std::array<std::int32_t, 3> kTileN{64, 128, 192};
   constexpr std::array<std::int32_t, 4> kChunk{1, 3, 16, 64};

@@ -187,7 +187,9 @@ def relative_error(got, want):
 # ---- the tests --------------------------------------------------------------------------------
 
 
-class CliTest(unittest.TestCase):
+class ProgramTest(unittest.TestCase):
+    """A folder of its own for each test, and the program run in it."""
+
     def setUp(self):
         self.folder = tempfile.mkdtemp(prefix="uniep-cli-")
         self.addCleanup(shutil.rmtree, self.folder)
@@ -228,6 +230,8 @@ class CliTest(unittest.TestCase):
     def write(self, tensors, metadata=None):
         write_case(self.case, tensors, metadata)
 
+
+class CliTest(ProgramTest):
     # -- what it prints
 
     def test_version_and_help(self):
@@ -496,7 +500,13 @@ class CliTest(unittest.TestCase):
         ):
             self.refused(*flags, "-o", self.out, code=3, says=("needs about", "memory"))
         self.ok("case", "-o", self.case, "--global-tokens", 8)
-        self.refused("run", self.case, "-o", self.out, "--backend", "cuda", code=3, says="cuda")
+        cuda = json.loads(self.ok("info", "--json", "-"))["backends"]["cuda"]
+        if cuda != "ok":
+            self.assertRegex(cuda, "^no: this build has no CUDA|^no: no NVIDIA GPU|^no: this GPU is")
+            for args in (("run", self.case, "-o", self.out), ("verify",), ("verify", "--fuzz"),
+                         ("bench",)):
+                self.refused(*args, "--backend", "cuda", code=3,
+                             says=("--backend cuda cannot run here: ", cuda[len("no: "):]))
         self.refused("run", self.case, "-o", "/dev/full", code=3, says="No space left")
         self.refused("run", self.case, "-o", self.out, "--json", "/dev/full", code=3,
                      says="No space left")

@@ -2,10 +2,12 @@
 #include "layer/cuda/run_case.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 #include <utility>
 
 #include "base/error.hpp"
+#include "layer/cuda/random_pattern.hpp"
 #include "layer/run_case.hpp"
 
 namespace uniep {
@@ -50,14 +52,50 @@ cuda::LayerShape layer_shape_of(const Case& data, int num_ranks, cuda::GemmEngin
 }
 
 CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool backward)
+    : CaseTensors(data, placement, backward,
+                  [&data](Tensor tensor, std::int64_t first, std::int64_t count) {
+                    switch (tensor) {
+                      case Tensor::x:
+                        return upload(data.x, first, count, "x");
+                      case Tensor::w1:
+                        return upload(data.w1, first, count, "w1");
+                      case Tensor::w2:
+                        return upload(data.w2, first, count, "w2");
+                      case Tensor::d_out:
+                        break;
+                    }
+                    if (!data.d_out) {
+                      throw_invalid("the case has no d_out, which a backward pass needs");
+                    }
+                    return upload(*data.d_out, first, count, "d_out");
+                  }) {}
+
+CaseTensors CaseTensors::random(const Case& data, const Placement& placement, bool backward,
+                                std::uint64_t seed) {
+  const RandomPattern pattern(data.dtype, seed);
+  const auto scale = [](std::int64_t chain) { return 1.0F / std::sqrt(static_cast<float>(chain)); };
+  return {data, placement, backward, [&](Tensor tensor, std::int64_t, std::int64_t count) {
+            switch (tensor) {
+              case Tensor::x:
+                return pattern.make(count, 1, "x");
+              case Tensor::w1:
+                return pattern.make(count, scale(data.hidden), "w1");
+              case Tensor::w2:
+                return pattern.make(count, scale(data.ffn), "w2");
+              case Tensor::d_out:
+                break;
+            }
+            return pattern.make(count, 1, "d_out");
+          }};
+}
+
+CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool backward,
+                         const Source& source)
     : num_tokens_(data.num_tokens),
       topk_(data.topk),
       row_bytes_(data.hidden * (data.dtype == DType::bf16 ? 2 : 4)),
       expert_elements_(data.hidden * data.ffn),
       num_experts_(data.num_experts) {
-  if (backward && !data.d_out) {
-    throw_invalid("the case has no d_out, which a backward pass needs");
-  }
   const std::vector<std::int64_t> tokens = tokens_of_ranks(data, placement.num_ranks);
   const std::int64_t expert_bytes = row_bytes_ * data.ffn;
   std::int64_t token = 0;
@@ -71,14 +109,14 @@ CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool back
     const std::int64_t choice = token * topk_;
     const std::int64_t choices = r.num_tokens * topk_;
     const std::int64_t bytes = r.num_tokens * row_bytes_;
-    r.x = upload(data.x, token * row_bytes_, bytes, "x");
-    r.w1 = upload(data.w1, expert * 2 * expert_bytes, r.num_experts * 2 * expert_bytes, "w1");
-    r.w2 = upload(data.w2, expert * expert_bytes, r.num_experts * expert_bytes, "w2");
+    r.x = source(Tensor::x, token * row_bytes_, bytes);
+    r.w1 = source(Tensor::w1, expert * 2 * expert_bytes, r.num_experts * 2 * expert_bytes);
+    r.w2 = source(Tensor::w2, expert * expert_bytes, r.num_experts * expert_bytes);
     r.topk_ids = upload(data.topk_ids, choice, choices, "topk_ids");
     r.topk_weights = upload(data.topk_weights, choice, choices, "topk_weights");
     r.out = {bytes, "out"};
     if (backward) {
-      r.d_out = upload(*data.d_out, token * row_bytes_, bytes, "d_out");
+      r.d_out = source(Tensor::d_out, token * row_bytes_, bytes);
       r.d_x = {bytes, "d_x"};
       r.d_topk_weights = {choices, "d_topk_weights"};
       r.d_w1 = {r.num_experts * 2 * expert_elements_, "d_w1"};

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "cuda/split_layer.hpp"
@@ -29,6 +30,11 @@ class CaseTensors {
   // Errors: invalid_argument where a backward lacks d_out; world for missing memory.
   CaseTensors(const Case& data, const Placement& placement, bool backward);
 
+  // For timing: of `data` only sizes and routing are read; the rest are random values, made on the
+  // GPU, with the variances of make_case. Errors: world for missing memory.
+  [[nodiscard]] static CaseTensors random(const Case& data, const Placement& placement,
+                                          bool backward, std::uint64_t seed);
+
   [[nodiscard]] std::vector<cuda::ForwardTensors> forward() const;
   [[nodiscard]] std::vector<cuda::BackwardTensors> backward(bool accumulate = false) const;
   // d_w1 and d_w2 take these values, to be added to.
@@ -46,6 +52,12 @@ class CaseTensors {
     cuda::DeviceArray<std::int32_t> topk_ids;
     cuda::DeviceArray<float> topk_weights, d_topk_weights, d_w1, d_w2;
   };
+  // Makes the `count` bytes of a tensor from byte `first` on.
+  enum class Tensor { x, w1, w2, d_out };
+  using Source =
+      std::function<cuda::DeviceArray<std::byte>(Tensor, std::int64_t first, std::int64_t count)>;
+  CaseTensors(const Case& data, const Placement& placement, bool backward, const Source& source);
+
   std::int64_t num_tokens_, topk_, row_bytes_, expert_elements_, num_experts_;
   std::vector<Rank> ranks_;
 };

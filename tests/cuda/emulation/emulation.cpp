@@ -264,3 +264,11 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpy
   if (bytes > 0) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {.name = "a GPU emulated on this CPU",
+                 .major = 9,
+                 .minor = 0,
+                 .multiProcessorCount = uniep::emulation::num_sms,
+                 .totalGlobalMem = std::size_t{1} << 33};
+  return cudaSuccess;
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "schedule/cuda_schedule.hpp"
+
+#include <algorithm>
+#include <array>
+
+#include "base/error.hpp"
+#include "schedule/key_values.hpp"
+
+namespace uniep {
+namespace {
+
+constexpr std::array<std::string_view, 2> kFusions{"split", "fused"};
+constexpr std::array<std::string_view, 2> kPayloads{"choice", "rank"};
+constexpr std::array<std::string_view, 2> kDirections{"push", "pull"};
+
+void apply(std::string_view key, std::string_view text, CudaSchedule& s) {
+  if (key == "fusion") return parse_enum(key, text, kFusions, s.fusion);
+  if (key == "payload") return parse_enum(key, text, kPayloads, s.payload);
+  if (key == "dispatch") return parse_enum(key, text, kDirections, s.dispatch);
+  if (key == "combine") return parse_enum(key, text, kDirections, s.combine);
+  if (key == "blocks") return parse_int(key, text, s.blocks);
+  if (key == "push_warps") return parse_int(key, text, s.push_warps);
+  if (key == "chunk") return parse_int(key, text, s.chunk);
+  if (key == "sms") return parse_int(key, text, s.sms);
+  throw_invalid(
+      "schedule key '{}' is not served on this backend; keys are fusion, payload, dispatch, "
+      "combine, blocks, push_warps, chunk, sms",
+      key);
+}
+
+void validate(const CudaSchedule& s) {
+  if (s.fusion != Fusion::split) {
+    throw_invalid("schedule fusion is 'fused', which is not served on cuda yet; it can be split");
+  }
+  check_range("blocks", s.blocks, 0, 32, 1);
+  check_range("push_warps", s.push_warps, 1, 15, 1);
+  check_range("chunk", s.chunk, 1, 4096, 1);
+  check_range("sms", s.sms, 0, 1024, 1);
+  if (s.sms == 1) throw_invalid("schedule sms is 1; it must be 2 to 1024, or 0 for all");
+}
+
+}  // namespace
+
+std::string to_string(const CudaSchedule& s) {
+  return fmt::format(
+      "fusion={},payload={},dispatch={},combine={},blocks={},push_warps={},chunk={},sms={}",
+      name_of(s.fusion, kFusions), name_of(s.payload, kPayloads), name_of(s.dispatch, kDirections),
+      name_of(s.combine, kDirections), s.blocks, s.push_warps, s.chunk, s.sms);
+}
+
+CudaSchedule parse_cuda_schedule(std::string_view text) {
+  CudaSchedule schedule;
+  for_each_item(text, [&schedule](std::string_view key, std::string_view value) {
+    apply(key, value, schedule);
+  });
+  validate(schedule);
+  return schedule;
+}
+
+CudaSchedule sample_cuda_schedule(std::uint64_t seed, std::uint64_t index,
+                                  std::int32_t max_blocks) {
+  constexpr std::array<std::int32_t, 5> kPushWarps{1, 4, 8, 12, 15};
+  constexpr std::array<std::int32_t, 6> kChunk{1, 3, 5, 8, 16, 64};
+  ScheduleDraws draw(seed, index);
+  CudaSchedule s;
+  s.payload = (index & 1) != 0 ? Payload::choice : Payload::rank;
+  s.dispatch = (index & 2) != 0 ? Direction::pull : Direction::push;
+  s.combine = (index & 4) != 0 ? Direction::pull : Direction::push;
+  const auto most = static_cast<std::uint64_t>(std::clamp(max_blocks, 1, 32));
+  s.blocks = static_cast<std::int32_t>(1 + draw(most));
+  s.push_warps = kPushWarps[draw(kPushWarps.size())];
+  s.chunk = kChunk[draw(kChunk.size())];
+  return s;
+}
+
+}  // namespace uniep
