@@ -172,6 +172,10 @@ Problem make_problem(GemmOp op, ElementType out_type, const ExpertRows& experts,
   return problem;
 }
 
+}  // namespace
+
+namespace {
+
 cudaError_t launch_kernel(GemmOp op, ElementType out_type, const KernelArgs& args, int num_blocks,
                           cudaStream_t stream) {
   const bool f32 = out_type == ElementType::f32;
@@ -188,8 +192,9 @@ cudaError_t launch_kernel(GemmOp op, ElementType out_type, const KernelArgs& arg
   return cudaErrorInvalidValue;
 }
 
-// SMs of the current device, an even number, at most `wanted` where that is not 0.
-int count_blocks(int wanted) {
+}  // namespace
+
+int count_gemm_blocks(int wanted) {
   int device = 0, num_sms = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -210,28 +215,39 @@ int count_blocks(int wanted) {
   return (wanted == 0 ? num_sms : wanted) / 2 * 2;
 }
 
-}  // namespace
+KernelArgs make_kernel_args(GemmOp op, ElementType operand_type, ElementType out_type,
+                            const ExpertRows& experts, std::span<const GroupedGemm> problems,
+                            int band, std::uint32_t* tickets) {
+  check_types(op, operand_type, out_type);
+  check_experts(experts, problems.size());
+  for (const GroupedGemm& problem : problems) check_problem(op, out_type, problem);
+  KernelArgs args{};
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    args.problems[i] = make_problem(op, out_type, experts, problems[i], band);
+  }
+  args.expert_starts = experts.starts;
+  args.expert_rows = experts.rows;
+  args.tickets = tickets;
+  args.num_problems = static_cast<int>(problems.size());
+  args.num_experts = experts.num_experts;
+  return args;
+}
+
+void launch_grouped_gemm(GemmOp op, ElementType out_type, const KernelArgs& args, int num_blocks,
+                         cudaStream_t stream) {
+  const cudaError_t error = launch_kernel(op, out_type, args, num_blocks, stream);
+  if (error != cudaSuccess) {
+    throw_world("the grouped GEMM did not launch: {}", cudaGetErrorString(error));
+  }
+}
 
 void run_grouped_gemm(GemmOp op, ElementType operand_type, ElementType out_type,
                       const ExpertRows& experts, std::span<const GroupedGemm> problems,
                       const GemmLaunch& launch) {
-  check_types(op, operand_type, out_type);
-  check_experts(experts, problems.size());
-  for (const GroupedGemm& problem : problems) check_problem(op, out_type, problem);
-  const int num_blocks = count_blocks(launch.num_sms);
-  KernelArgs args{};
-  for (std::size_t i = 0; i < problems.size(); ++i) {
-    args.problems[i] = make_problem(op, out_type, experts, problems[i], launch.band);
-  }
-  args.expert_starts = experts.starts;
-  args.expert_rows = experts.rows;
-  args.tickets = launch.tickets;
-  args.num_problems = static_cast<int>(problems.size());
-  args.num_experts = experts.num_experts;
-  const cudaError_t error = launch_kernel(op, out_type, args, num_blocks, launch.stream);
-  if (error != cudaSuccess) {
-    throw_world("the grouped GEMM did not launch: {}", cudaGetErrorString(error));
-  }
+  launch_grouped_gemm(
+      op, out_type,
+      make_kernel_args(op, operand_type, out_type, experts, problems, launch.band, launch.tickets),
+      count_gemm_blocks(launch.num_sms), launch.stream);
 }
 
 }  // namespace uniep::cuda

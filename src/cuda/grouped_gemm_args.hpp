@@ -26,6 +26,7 @@ enum class Epilogue {
   rows_bf16,    // token rows [rows, m], bf16
   rows_f32,     // token rows [rows, m], fp32
   rows_swiglu,  // a [rows, m / 2] and, if asked, h [rows, m], bf16
+  rows_home,    // token rows [rows, m], bf16, each to where its Context says
   grad_bf16,    // [m, n] of each expert, bf16
   grad_f32,     // [m, n] of each expert, fp32, stored or added
 };
@@ -43,6 +44,7 @@ struct KernelConfig {
 
 inline constexpr KernelConfig kFprop{ptx::Major::k, ptx::Major::k, Epilogue::rows_bf16};
 inline constexpr KernelConfig kFpropSwiglu{ptx::Major::k, ptx::Major::k, Epilogue::rows_swiglu};
+inline constexpr KernelConfig kFpropHome{ptx::Major::k, ptx::Major::k, Epilogue::rows_home};
 inline constexpr KernelConfig kDgrad{ptx::Major::mn, ptx::Major::k, Epilogue::rows_bf16};
 inline constexpr KernelConfig kDgradF32{ptx::Major::mn, ptx::Major::k, Epilogue::rows_f32};
 inline constexpr KernelConfig kWgrad{ptx::Major::mn, ptx::Major::mn, Epilogue::grad_bf16};
@@ -52,7 +54,7 @@ inline constexpr KernelConfig kWgradF32{ptx::Major::mn, ptx::Major::mn, Epilogue
 struct Problem {
   CUtensorMap a;
   CUtensorMap b;
-  CUtensorMap d;             // not for rows_swiglu
+  CUtensorMap d;             // not for rows_swiglu and rows_home
   void* out;                 // rows_swiglu: a
   void* h;                   // rows_swiglu: nullptr if not wanted
   const float* row_weights;  // rows_swiglu: [capacity], the top-k weight of each row

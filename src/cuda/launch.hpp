@@ -40,4 +40,15 @@ cudaError_t launch(void (*kernel)(Args), bool cooperative, int blocks, int threa
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
+// A launch of clusters, whose size the kernel says; only the blocks of a cluster are sure to be
+// resident together.
+template <typename Args>
+cudaError_t launch_clusters(void (*kernel)(Args), int blocks, int threads, std::size_t shared_bytes,
+                            cudaStream_t stream, const Args& args) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error != cudaSuccess) return error;
+  return launch(kernel, false, blocks, threads, shared_bytes, stream, args);
+}
+
 }  // namespace uniep::cuda

@@ -55,6 +55,9 @@ class DevicePlan {
   void check(cudaStream_t stream) const;
 
   [[nodiscard]] const PlanArrays& arrays(int rank) const;
+  // Device memory, see PlanArgs.
+  [[nodiscard]] const std::int32_t* in_order() const { return args_.in_order; }
+  [[nodiscard]] const std::int32_t* owner_start() const { return args_.owner_start; }
   // Elements of row_sources and tiles that any routing may use.
   [[nodiscard]] std::int64_t max_rows(int rank) const;
   [[nodiscard]] std::int64_t max_tiles(int rank) const;

@@ -38,8 +38,11 @@ struct SplitRegions {
   // Signal [kMaxBlocksPerRank]: written by the owner's block at its end, awaited by the owner's
   // block 0, which then advances the epoch; that the block has read the old one.
   std::int64_t block_done;
-  std::int64_t recv_slots;        // [num_ranks, max_tokens, topk] i32, -1: not for this rank
-  std::int64_t recv_weights;      // [num_ranks, max_tokens, topk] f32
+  std::int64_t recv_slots;    // [num_ranks, max_tokens, topk] i32, -1: not for this rank
+  std::int64_t recv_weights;  // [num_ranks, max_tokens, topk] f32
+  // Fused: [num_ranks, max_tokens, topk] i32, by source: the place whose row comes with an entry of
+  // the source's send_order, or -1; as recv_slots.
+  std::int64_t recv_places;
   std::int64_t recv_rows;         // push: [num_ranks, max_tokens (, topk), hidden]
   std::int64_t send_rows;         // pull: [max_tokens, hidden]
   std::int64_t staging;           // push: [max_tokens, topk, hidden]
@@ -55,7 +58,7 @@ struct MoveShape {
   std::int64_t max_tokens;
   std::int32_t topk;
   std::int32_t chunk;       // tokens that are signalled together
-  std::int32_t max_chunks;  // of a rank
+  std::int32_t max_chunks;  // of a rank, for each peer
   std::int32_t first_rank;  // of this launch
   std::int32_t blocks_per_rank;
   std::int32_t element_bytes;  // 2: bf16, 4: f32

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "cuda/grouped_gemm.hpp"
+#include "cuda/grouped_gemm_launch.hpp"
 
 namespace uniep::cuda {
 namespace {
@@ -62,18 +63,25 @@ void check_shape(const LayerShape& shape, const SplitSchedule& schedule) {
   }
 }
 
+// Signals of chunks from a rank to a peer. The fused forward cuts (token, choice) pairs in chunks,
+// everything else tokens.
+std::int64_t max_chunks(const LayerShape& shape, const SplitSchedule& schedule) {
+  const std::int64_t pieces =
+      schedule.fusion == Fusion::fused ? shape.max_tokens * shape.topk : shape.max_tokens;
+  return (pieces + schedule.chunk - 1) / schedule.chunk;
+}
+
 SplitRegions place_regions(const LayerShape& shape, const SplitSchedule& schedule,
                            const Placement& placement, std::int64_t* bytes = nullptr) {
   Pieces pieces(DevicePlan::bytes_per_rank(plan_shape(shape, schedule), placement));
   const std::int64_t ranks = placement.num_ranks;
   const std::int64_t tokens = shape.max_tokens;
-  const std::int64_t chunks = (tokens + schedule.chunk - 1) / schedule.chunk;
   const std::int64_t row = shape.hidden * bytes_of(shape.dtype);
   const std::int64_t rows = rows_bound(shape, placement);
   SplitRegions r{};
   r.tokens_ready = pieces.take(ranks, 8);
   r.num_tokens = pieces.take(ranks, 8);
-  r.chunk_ready = pieces.take(ranks * chunks, 8);
+  r.chunk_ready = pieces.take(ranks * max_chunks(shape, schedule), 8);
   r.returned = pieces.take(ranks * kMaxBlocksPerRank, 8);
   r.consumed = pieces.take(ranks * kMaxBlocksPerRank, 8);
   r.block_done = pieces.take(kMaxBlocksPerRank, 8);
@@ -83,6 +91,8 @@ SplitRegions place_regions(const LayerShape& shape, const SplitSchedule& schedul
   const bool is_alone = ranks == 1;
   const bool push = schedule.dispatch == Direction::push && !is_alone;
   const bool pull = schedule.dispatch == Direction::pull && !is_alone;
+  const bool fused = schedule.fusion == Fusion::fused && !is_alone;
+  r.recv_places = pieces.take(fused ? ranks * tokens * shape.topk : 0, 4);
   r.recv_rows = pieces.take(
       push ? ranks * tokens * (schedule.payload == Payload::choice ? shape.topk : 1) : 0, row);
   r.send_rows = pieces.take(pull ? tokens : 0, row);
@@ -94,6 +104,33 @@ SplitRegions place_regions(const LayerShape& shape, const SplitSchedule& schedul
   r.d_weight_rows = pieces.take(pull_combine ? rows : 0, 4);
   if (bytes != nullptr) *bytes = pieces.bytes();
   return r;
+}
+
+// Why a fused forward cannot be, beside what every schedule needs.
+void check_fusion(const LayerShape& shape, const SplitSchedule& schedule,
+                  const Placement& placement) {
+  if (schedule.fusion == Fusion::split) return;
+  if (shape.gemm != GemmEngine::tensor_cores) {
+    throw_invalid("fusion=fused needs tensor cores, and gemm is fma; fusion=split takes both");
+  }
+  if (schedule.dispatch == Direction::pull || schedule.combine == Direction::pull) {
+    throw_invalid("fusion=fused pushes rows, and {} is pull; fusion=split takes both",
+                  schedule.dispatch == Direction::pull ? "dispatch" : "combine");
+  }
+  check_range("push_warps of fusion=fused", schedule.push_warps, 1, kFusedWarps - 1);
+  constexpr std::int64_t kMost = std::int64_t{1} << kCountShift;
+  const std::int64_t chunks = max_chunks(shape, schedule) * placement.num_ranks;
+  const std::int64_t warps = (std::int64_t{schedule.blocks_per_rank} + 1) * kFusedWarps;
+  if (chunks + warps >= kMost) {
+    throw_invalid(
+        "{} chunks of {} (token, choice) pairs in a fused forward; fewer than {} are valid", chunks,
+        schedule.chunk, kMost - warps);
+  }
+  const std::int64_t n_tiles = rows_bound(shape, placement) / kTileN + placement.num_experts();
+  const std::int64_t tiles = n_tiles * (shape.hidden / kTileM + 2);
+  if (2 * tiles >= kMost) {
+    throw_invalid("up to {} tiles in a fused forward; fewer than {} are valid", tiles, kMost / 2);
+  }
 }
 
 void check_tensor(int rank, const char* name, const void* pointer, bool is_empty) {
@@ -144,6 +181,7 @@ struct SplitLayer::Product {
 std::int64_t SplitLayer::bytes_per_rank(const LayerShape& shape, const SplitSchedule& schedule,
                                         const Placement& placement) {
   check_shape(shape, schedule);
+  check_fusion(shape, schedule, placement);
   std::int64_t bytes = 0;
   place_regions(shape, schedule, placement, &bytes);
   return bytes;
@@ -190,6 +228,7 @@ SplitLayer::SplitLayer(const SymmetricMemory& memory, const LayerShape& shape,
   max_rows_ = rows_bound(shape, placement);
   regions_ = place_regions(shape, schedule, placement);
   gemm_blocks_ = schedule.num_sms == 0 ? count_sms() : schedule.num_sms;
+  if (schedule.fusion == Fusion::fused) check_fused();
   const bool private_y = schedule.combine == Direction::push;
   for (int local = 0; local < num_local_ranks; ++local) {
     const auto rows_of = [&](std::int64_t width, const char* what) {
@@ -202,8 +241,13 @@ SplitLayer::SplitLayer(const SymmetricMemory& memory, const LayerShape& shape,
     d_a_.emplace_back(max_rows_ * shape.ffn, "gradients of activations");
     d_weights_.emplace_back(private_y ? max_rows_ : 0, "gradients of weights");
   }
-  tickets_ = DeviceArray<std::uint32_t>(1, "tickets");
-  error = cudaMemset(tickets_.get(), 0, 4);
+  tickets_ = DeviceArray<std::uint32_t>(num_local_ranks, "tickets");
+  error = cudaMemset(tickets_.get(), 0, at(4 * num_local_ranks));
+  if (error == cudaSuccess && schedule.fusion == Fusion::fused) {
+    fused_words_ = DeviceArray<std::uint64_t>(
+        num_local_ranks * (max_rows_ / kRowGroup + kFusedCounts), "words of arrival");
+    error = cudaMemset(fused_words_.get(), 0, at(8 * fused_words_.count()));
+  }
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error != cudaSuccess) {
     throw_world("the layer's memory cannot be written: {}", cudaGetErrorString(error));
@@ -236,8 +280,7 @@ MoveShape SplitLayer::move_shape() const {
           .max_tokens = shape_.max_tokens,
           .topk = shape_.topk,
           .chunk = schedule_.chunk,
-          .max_chunks = static_cast<std::int32_t>((shape_.max_tokens + schedule_.chunk - 1) /
-                                                  schedule_.chunk),
+          .max_chunks = static_cast<std::int32_t>(max_chunks(shape_, schedule_)),
           .first_rank = first_rank_,
           .blocks_per_rank = schedule_.blocks_per_rank,
           .element_bytes = static_cast<std::int32_t>(element_bytes_),
@@ -272,30 +315,38 @@ void SplitLayer::combine(std::span<const CombineRank> ranks, cudaStream_t stream
   check_launch("combine", launch_combine(args, num_local_ranks_, stream));
 }
 
+KernelArgs SplitLayer::kernel_args(const Saved& saved, int local, const Product& product) const {
+  if (experts_of(local) == 0) return {};
+  const PlanArrays& plan = plan_of(saved, local);
+  const bool with_activation = product.op == GemmOp::fprop_swiglu;
+  const GroupedGemm problem{
+      .n = product.n,
+      .k = product.k,
+      .x = product.x,
+      .d_y = product.d_y,
+      .w = product.w,
+      .out = product.out,
+      .h = with_activation ? saved.ranks[at(local)].h.get() : nullptr,
+      .row_weights = with_activation ? saved.ranks[at(local)].weights.get() : nullptr,
+      .accumulate = product.accumulate};
+  return make_kernel_args(product.op, ElementType::bf16,
+                          product.is_f32 ? ElementType::f32 : ElementType::bf16,
+                          {.starts = plan.expert_starts,
+                           .rows = plan.expert_rows,
+                           .num_experts = experts_of(local),
+                           .capacity = max_rows_},
+                          {&problem, 1}, GemmLaunch{}.band, tickets_.get() + local);
+}
+
 void SplitLayer::multiply(const Saved& saved, int local, const Product& product,
                           cudaStream_t stream) const {
   const PlanArrays& plan = plan_of(saved, local);
   const int experts = experts_of(local);
   if (experts == 0) return;
   if (shape_.gemm == GemmEngine::tensor_cores) {
-    const bool with_activation = product.op == GemmOp::fprop_swiglu;
-    const GroupedGemm problem{
-        .n = product.n,
-        .k = product.k,
-        .x = product.x,
-        .d_y = product.d_y,
-        .w = product.w,
-        .out = product.out,
-        .h = with_activation ? saved.ranks[at(local)].h.get() : nullptr,
-        .row_weights = with_activation ? saved.ranks[at(local)].weights.get() : nullptr,
-        .accumulate = product.accumulate};
-    run_grouped_gemm(
-        product.op, ElementType::bf16, product.is_f32 ? ElementType::f32 : ElementType::bf16,
-        {.starts = plan.expert_starts,
-         .rows = plan.expert_rows,
-         .num_experts = experts,
-         .capacity = max_rows_},
-        {&problem, 1}, {.stream = stream, .num_sms = schedule_.num_sms, .tickets = tickets_.get()});
+    launch_grouped_gemm(product.op, product.is_f32 ? ElementType::f32 : ElementType::bf16,
+                        kernel_args(saved, local, product), count_gemm_blocks(schedule_.num_sms),
+                        stream);
     return;
   }
   const bool is_wgrad = product.op == GemmOp::wgrad;
@@ -373,40 +424,9 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
                      .weights_out = rank.weights.get(),
                      .experts = experts_of(local)});
   }
-  begin("dispatch");
-  dispatch(sends, stream);
-  begin("products");
   std::vector<CombineRank> returns;
-  const bool is_f32 = shape_.dtype == DType::f32;
   for (int local = 0; local < num_local_ranks_; ++local) {
     const ForwardTensors& t = ranks[at(local)];
-    const Saved::Rank& rank = saved.ranks[at(local)];
-    Product gemm1{.op = GemmOp::fprop_swiglu,
-                  .n = 2 * shape_.ffn,
-                  .k = shape_.hidden,
-                  .x = rank.x_rows.get(),
-                  .d_y = nullptr,
-                  .w = t.w1,
-                  .out = a_[at(local)].get(),
-                  .is_f32 = is_f32};
-    if (shape_.gemm != GemmEngine::tensor_cores) {
-      gemm1.op = GemmOp::fprop;
-      gemm1.out = rank.h.get();
-    }
-    multiply(saved, local, gemm1, stream);
-    if (gemm1.op == GemmOp::fprop) {
-      check_launch("activation", launch_activation(activation_args(saved, local), stream));
-    }
-    multiply(saved, local,
-             {.op = GemmOp::fprop,
-              .n = shape_.hidden,
-              .k = shape_.ffn,
-              .x = a_[at(local)].get(),
-              .d_y = nullptr,
-              .w = t.w2,
-              .out = y_rows(local),
-              .is_f32 = is_f32},
-             stream);
     returns.push_back({.plan = plan_of(saved, local),
                        .y_rows = y_rows(local),
                        .d_weight_rows = nullptr,
@@ -415,10 +435,105 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
                        .d_topk_weights = nullptr,
                        .experts = experts_of(local)});
   }
+  if (schedule_.fusion == Fusion::fused) {
+    begin("fused");
+    run_fused(saved, ranks, sends, returns, stream);
+    begin("end");
+    return saved;
+  }
+  begin("dispatch");
+  dispatch(sends, stream);
+  begin("products");
+  for (int local = 0; local < num_local_ranks_; ++local) {
+    const ForwardTensors& t = ranks[at(local)];
+    multiply(saved, local, gemm1(saved, local, t), stream);
+    if (shape_.gemm != GemmEngine::tensor_cores) {
+      check_launch("activation", launch_activation(activation_args(saved, local), stream));
+    }
+    multiply(saved, local, gemm2(local, t), stream);
+  }
   begin("combine");
   combine(returns, stream);
   begin("end");
   return saved;
+}
+
+SplitLayer::Product SplitLayer::gemm1(const Saved& saved, int local,
+                                      const ForwardTensors& t) const {
+  const Saved::Rank& rank = saved.ranks[at(local)];
+  const bool with_activation = shape_.gemm == GemmEngine::tensor_cores;
+  return {.op = with_activation ? GemmOp::fprop_swiglu : GemmOp::fprop,
+          .n = 2 * shape_.ffn,
+          .k = shape_.hidden,
+          .x = rank.x_rows.get(),
+          .d_y = nullptr,
+          .w = t.w1,
+          .out = with_activation ? a_[at(local)].get() : rank.h.get(),
+          .is_f32 = shape_.dtype == DType::f32};
+}
+
+SplitLayer::Product SplitLayer::gemm2(int local, const ForwardTensors& t) const {
+  return {.op = GemmOp::fprop,
+          .n = shape_.hidden,
+          .k = shape_.ffn,
+          .x = a_[at(local)].get(),
+          .d_y = nullptr,
+          .w = t.w2,
+          .out = y_rows(local),
+          .is_f32 = shape_.dtype == DType::f32};
+}
+
+FusedWords SplitLayer::fused_words(int local) const {
+  const std::int64_t groups = max_rows_ / kRowGroup;
+  std::uint64_t* const words = fused_words_.get() + local * (groups + kFusedCounts);
+  return {.rows = words,
+          .relays = words + groups,
+          .tiles = words + groups + 1,
+          .blocks = words + groups + 2};
+}
+
+FusedShape SplitLayer::fused_shape() const {
+  return {.num_local_ranks = num_local_ranks_,
+          .clusters_per_rank = count_gemm_blocks(schedule_.num_sms) / 2 / num_local_ranks_,
+          .moving_blocks = (schedule_.blocks_per_rank + 1) / 2 * 2};
+}
+
+void SplitLayer::check_fused() const {
+  if (num_local_ranks_ > kMaxFusedRanks) {
+    throw_invalid("{} ranks in one launch of a fused forward; 1 to {} are valid", num_local_ranks_,
+                  kMaxFusedRanks);
+  }
+  const FusedShape fused = fused_shape();
+  if (fused.moving_blocks > 2 * fused.clusters_per_rank) {
+    throw_invalid(
+        "{} ranks with {} blocks that move rows each, in a fused forward on {} SMs; at most {} "
+        "blocks per rank are valid",
+        num_local_ranks_, fused.moving_blocks, count_gemm_blocks(schedule_.num_sms),
+        2 * fused.clusters_per_rank);
+  }
+}
+
+void SplitLayer::run_fused(const Saved& saved, std::span<const ForwardTensors> tensors,
+                           std::span<const DispatchRank> sends,
+                           std::span<const CombineRank> returns, cudaStream_t stream) const {
+  FusedDispatchArgs first{};
+  FusedCombineArgs second{};
+  first.shape = second.shape = move_shape();
+  first.fused = second.fused = fused_shape();
+  first.in_order = saved.plan->in_order();
+  first.owner_start = saved.plan->owner_start();
+  first.num_experts = placement_.num_experts();
+  std::copy(sends.begin(), sends.end(), first.ranks);
+  std::copy(returns.begin(), returns.end(), second.ranks);
+  for (int local = 0; local < num_local_ranks_; ++local) {
+    const ForwardTensors& t = tensors[at(local)];
+    first.gemm1[local] = kernel_args(saved, local, gemm1(saved, local, t));
+    second.gemm2[local] = kernel_args(saved, local, gemm2(local, t));
+    second.y_rows[local] = y_rows(local);
+    first.words[local] = second.words[local] = fused_words(local);
+  }
+  check_launch("dispatch with gemm1", launch_fused_dispatch(first, stream));
+  check_launch("gemm2 with combine", launch_fused_combine(second, stream));
 }
 
 void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> ranks,

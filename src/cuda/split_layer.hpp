@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The expert layer on the GPU, one kernel after the other: plan, dispatch, gemm1, activation,
-// gemm2, combine, and back. It is what fused kernels must equal bit for bit. No call here waits for
-// the GPU; without rows from the host's side it can be captured in a CUDA graph.
+// The expert layer on the GPU. Split: one kernel after the other, plan, dispatch, gemm1,
+// activation, gemm2, combine, and back; it is what fused kernels must equal bit for bit. Fused: a
+// forward is plan, {dispatch, gemm1, activation}, {gemm2, combine}. No call here waits for the GPU;
+// without rows from the host's side it can be captured in a CUDA graph.
 //
 // One launch of a moving kernel runs all ranks that are given together: with virtual ranks all of
 // them, with a GPU for each only one.
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "cuda/device_memory.hpp"
+#include "cuda/fused_args.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/split_args.hpp"
 #include "uniep/dtype.hpp"
@@ -41,13 +43,16 @@ struct LayerShape {
 
 // Changes no bits. The same on every rank.
 struct SplitSchedule {
+  Fusion fusion = Fusion::split;  // of the forward; fused needs tensor cores and pushes both ways
   Payload payload = Payload::rank;
   Direction dispatch = Direction::push;
   Direction combine = Direction::push;
   int blocks_per_rank = 16;  // of the plan, dispatch and combine, 1 to 32
-  int push_warps = 8;        // of the 16 of a dispatch block, 1 to 15; the others fan out
-  int chunk = 8;             // tokens that are signalled together, 1 to 4096
-  int num_sms = 0;           // for products and activation; 0: all
+  // Of a dispatch block's 16, 1 to 15; the others fan out. Fused: of 12, 1 to 11, and pushers that
+  // are done fan out too.
+  int push_warps = 8;
+  int chunk = 8;    // tokens that are signalled together, 1 to 4096; fused: (token, choice) pairs
+  int num_sms = 0;  // for products and activation; 0: all
 };
 
 // Device memory, row-major, of the layer's dtype where not said otherwise; rows start on 16 bytes.
@@ -140,6 +145,15 @@ class SplitLayer {
   void dispatch(std::span<const DispatchRank> ranks, cudaStream_t stream) const;
   void combine(std::span<const CombineRank> ranks, cudaStream_t stream) const;
   void multiply(const Saved& saved, int local, const Product& product, cudaStream_t stream) const;
+  [[nodiscard]] KernelArgs kernel_args(const Saved& saved, int local, const Product& product) const;
+  [[nodiscard]] Product gemm1(const Saved& saved, int local, const ForwardTensors& t) const;
+  [[nodiscard]] Product gemm2(int local, const ForwardTensors& t) const;
+  void check_fused() const;
+  void run_fused(const Saved& saved, std::span<const ForwardTensors> tensors,
+                 std::span<const DispatchRank> sends, std::span<const CombineRank> returns,
+                 cudaStream_t stream) const;
+  [[nodiscard]] FusedWords fused_words(int local) const;
+  [[nodiscard]] FusedShape fused_shape() const;
   [[nodiscard]] ActivationArgs activation_args(const Saved& saved, int local) const;
   [[nodiscard]] const PlanArrays& plan_of(const Saved& saved, int local) const {
     return saved.plan->arrays(first_rank_ + local);
@@ -163,7 +177,8 @@ class SplitLayer {
   int gemm_blocks_ = 0;
   std::vector<DeviceArray<std::byte>> y_, a_, d_rows_, d_h_;  // [local ranks]
   std::vector<DeviceArray<float>> d_a_, d_weights_;           // [local ranks]
-  DeviceArray<std::uint32_t> tickets_;
+  DeviceArray<std::uint32_t> tickets_;                        // [local ranks]
+  DeviceArray<std::uint64_t> fused_words_;  // [local ranks] words of each, see FusedWords
   std::vector<Saved> spare_;
   std::function<void(const char* stage)> observer_;
 };

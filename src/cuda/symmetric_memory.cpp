@@ -26,6 +26,8 @@ const char* name(WaitStage stage) {
       return "dispatch, rows of the peer";
     case WaitStage::dispatch_end:
       return "dispatch, end of the rank's blocks";
+    case WaitStage::gemm1_rows:
+      return "gemm1, rows from the rank's movers, by 64";
     case WaitStage::combine_rows:
       return "combine, results of the peer";
     case WaitStage::combine_end:

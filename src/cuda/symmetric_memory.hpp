@@ -26,6 +26,7 @@ enum class WaitStage : std::int32_t {
   dispatch_tokens,
   dispatch_rows,
   dispatch_end,
+  gemm1_rows,
   combine_rows,
   combine_end,
 };

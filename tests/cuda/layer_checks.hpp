@@ -35,9 +35,9 @@ inline LayerCase layer_case(const std::string& name, const Shape& shape, DType d
 
 inline std::string describe(const SplitSchedule& s) {
   const auto direction = [](Direction d) { return d == Direction::push ? "push" : "pull"; };
-  return std::string(s.payload == Payload::choice ? "choice" : "rank") + " " +
-         direction(s.dispatch) + " " + direction(s.combine) +
-         " blocks=" + std::to_string(s.blocks_per_rank) +
+  return std::string(s.fusion == Fusion::fused ? "fused " : "") +
+         (s.payload == Payload::choice ? "choice" : "rank") + " " + direction(s.dispatch) + " " +
+         direction(s.combine) + " blocks=" + std::to_string(s.blocks_per_rank) +
          " push_warps=" + std::to_string(s.push_warps) + " chunk=" + std::to_string(s.chunk);
 }
 
@@ -60,6 +60,28 @@ inline std::vector<SplitSchedule> split_schedules(int num_sms) {
                                               : 5,
                         .num_sms = num_sms});
       }
+    }
+  }
+  return list;
+}
+
+// Fused forwards with other block, warp and chunk numbers, on SMs that leave each rank as many
+// clusters as its movers need, or more.
+inline std::vector<SplitSchedule> fused_schedules(int num_ranks, bool few_sms) {
+  std::vector<SplitSchedule> list;
+  for (const Payload payload : {Payload::rank, Payload::choice}) {
+    for (const int chunk : {1, 8, 40}) {
+      const auto i = static_cast<int>(list.size());
+      const int blocks = 1 + i % 4;
+      const int clusters = (blocks + 1) / 2 + i % 2;
+      list.push_back({.fusion = Fusion::fused,
+                      .payload = payload,
+                      .blocks_per_rank = blocks,
+                      .push_warps = i % 3 == 0   ? 1
+                                    : i % 3 == 1 ? 11
+                                                 : 8,
+                      .chunk = chunk,
+                      .num_sms = few_sms ? 2 * clusters * num_ranks : 0});
     }
   }
   return list;
@@ -118,7 +140,12 @@ inline void test_layer(Report& report, const LayerCase& c, const LayerLimits& li
   int points = 0;
   int runs = 0;
   for (const int num_ranks : limits.ranks) {
-    for (const SplitSchedule& schedule : split_schedules(limits.num_sms)) {
+    std::vector<SplitSchedule> schedules = split_schedules(limits.num_sms);
+    if (!is_f32 && limits.bf16 == GemmEngine::tensor_cores) {
+      const auto fused = fused_schedules(num_ranks, limits.num_sms != 0);
+      schedules.insert(schedules.end(), fused.begin(), fused.end());
+    }
+    for (const SplitSchedule& schedule : schedules) {
       if (points++ % limits.stride != 0) continue;
       options.num_ranks = num_ranks;
       options.schedule = schedule;
@@ -154,9 +181,10 @@ struct LayerWorld {
 };
 
 // Two micro-batches in flight: F0 F1 B1 F2 B0 B2, each as if alone.
-inline void test_interleaved(Report& report, GemmEngine gemm, DType dtype, int num_sms) {
+inline void test_interleaved(Report& report, GemmEngine gemm, DType dtype, int num_sms,
+                             Fusion fusion = Fusion::split) {
   const Shape shape{"test", 32, 48, 6, 3, 61};
-  const SplitSchedule schedule{.blocks_per_rank = 2, .num_sms = num_sms};
+  const SplitSchedule schedule{.fusion = fusion, .blocks_per_rank = 2, .num_sms = num_sms};
   constexpr int kRanks = 3;
   std::vector<Case> cases;
   for (const std::uint64_t seed : {1, 2, 3}) {
@@ -192,7 +220,9 @@ inline void test_interleaved(Report& report, GemmEngine gemm, DType dtype, int n
     for (float& value : sum.d_w2) value += 1.5F;
     wrong += describe_difference(cases[0], sum, tensors[0].download());
   });
-  report.check(wrong.empty(), "interleaved micro-batches and main_grad " + wrong);
+  const char* const fused = fusion == Fusion::fused ? "fused, " : "";
+  report.check(wrong.empty(),
+               std::string(fused) + "interleaved micro-batches and main_grad " + wrong);
 }
 
 inline void test_layer_refusals(Report& report, int num_sms) {
@@ -217,6 +247,16 @@ inline void test_layer_refusals(Report& report, int num_sms) {
   refused("invalid: chunk is 0", [&] { run(f32, 1, {.chunk = 0}); });
   refused("invalid: 40 blocks per rank", [&] { run(f32, 1, {.blocks_per_rank = 40}); });
   refused("invalid: 17 ranks", [&] { run(f32, 17, {}); });
+  refused("invalid: fusion=fused needs tensor cores",
+          [&] { run(f32, 1, {.fusion = Fusion::fused}); });
+  const Case bf16 = layer_case("", shape, DType::bf16).data;
+  const auto refused_fused = [&](const std::string& want, int num_ranks, SplitSchedule schedule) {
+    schedule.fusion = Fusion::fused;
+    refused(want, [&] { run(bf16, num_ranks, schedule, GemmEngine::tensor_cores); });
+  };
+  refused_fused("invalid: fusion=fused pushes rows, and combine", 2, {.combine = Direction::pull});
+  refused_fused("invalid: push_warps of fusion=fused is 12", 2, {.push_warps = 12});
+  refused_fused("invalid: 9 ranks in one launch", 9, {.blocks_per_rank = 2});
   refused("resident at once", [&] { run(f32, 16, {.blocks_per_rank = 32}); });
   Case bad = f32;
   bad.topk_ids[7] = 6;

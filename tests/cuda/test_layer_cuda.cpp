@@ -32,10 +32,10 @@ std::vector<LayerCase> layer_cases(bool quick) {
 }
 
 // Back to back without the host looking: one hash.
-void test_repeats(Report& report) {
+void test_repeats(Report& report, Fusion fusion) {
   const Case data = layer_case("", {"", 256, 128, 16, 4, 1024}, DType::bf16, "W1").data;
   CudaRunOptions options{.num_ranks = 8,
-                         .schedule = {.blocks_per_rank = 8},
+                         .schedule = {.fusion = fusion, .blocks_per_rank = 8},
                          .gemm = GemmEngine::tensor_cores,
                          .backward = true};
   std::string wrong;
@@ -86,12 +86,25 @@ void bench(const Shape& shape, int num_ranks, const SplitSchedule& schedule) {
 }
 
 int run_bench() {
+  Shape shape = find_shape("qwen3-30b-a3b");
+  shape.tokens = 8192;
   for (const int num_ranks : {1, 2, 4}) {
     for (const Payload payload : {Payload::rank, Payload::choice}) {
       for (const Direction combine : {Direction::push, Direction::pull}) {
-        Shape shape = find_shape("qwen3-30b-a3b");
-        shape.tokens = 8192;
         bench(shape, num_ranks, {.payload = payload, .combine = combine});
+        if (num_ranks == 1) break;
+      }
+      for (const int push_warps : {4, 6, 8}) {
+        for (const int chunk : {4, 8, 16, 32}) {
+          for (const int blocks : {8, 16, 24}) {
+            bench(shape, num_ranks,
+                  {.fusion = Fusion::fused,
+                   .payload = payload,
+                   .blocks_per_rank = blocks,
+                   .push_warps = push_warps,
+                   .chunk = chunk});
+          }
+        }
         if (num_ranks == 1) break;
       }
       if (num_ranks == 1) break;
@@ -109,9 +122,11 @@ int run_tests(bool quick) {
                            .stride = quick ? 3 : 1};
   for (const LayerCase& c : layer_cases(quick)) test_layer(report, c, limits);
   test_interleaved(report, GemmEngine::tensor_cores, DType::bf16, 0);
+  test_interleaved(report, GemmEngine::tensor_cores, DType::bf16, 0, Fusion::fused);
   test_interleaved(report, GemmEngine::fma, DType::f32, 0);
   if (quick) return report.finish();
-  test_repeats(report);
+  test_repeats(report, Fusion::split);
+  test_repeats(report, Fusion::fused);
   test_layer_refusals(report, 0);
   return report.finish();
 }

@@ -85,7 +85,8 @@ CudaRunOptions to_run_options(const Case& data, const CudaOptions& o) {
   const CudaSchedule s = resolve(o.schedule, o.num_ranks);
   const bool has_tensor_cores = data.dtype == DType::bf16 && !kIsEmulated;
   return {.num_ranks = o.num_ranks,
-          .schedule = {.payload = s.payload,
+          .schedule = {.fusion = s.fusion,
+                       .payload = s.payload,
                        .dispatch = s.dispatch,
                        .combine = s.combine,
                        .blocks_per_rank = s.blocks,

@@ -8,22 +8,6 @@
 namespace uniep::cuda {
 namespace {
 
-// Until the peers have read all that this operation overwrites.
-__device__ bool wait_until_consumed(const Mover& m) {
-  const MoveShape& shape = m.shape;
-  const std::uint64_t last = control_of(shape.group, m.rank).last_combine;
-  const auto* const consumed = m.region<const std::uint64_t>(m.rank, shape.regions.consumed);
-  bool failed = false;
-  for (int i = m.thread; i < shape.group.num_ranks * shape.blocks_per_rank; i += kMoveThreads) {
-    const int peer = i / shape.blocks_per_rank;
-    const int block = i % shape.blocks_per_rank;
-    if (peer == m.rank || failed) continue;
-    failed = !wait_at_least(shape.group, &consumed[peer * kMaxBlocksPerRank + block], last,
-                            {m.rank, WaitStage::dispatch_consumed, peer, block});
-  }
-  return __syncthreads_or(failed) == 0;
-}
-
 __device__ void publish_num_tokens(const Mover& m, const DispatchRank& mine) {
   const MoveShape& shape = m.shape;
   if (m.block != 0 || m.thread >= shape.group.num_ranks || m.thread == m.rank) return;
@@ -77,7 +61,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1)
   const DispatchRank& mine = args.ranks[m.rank - args.shape.first_rank];
   bool failed = false;
   if (mine.plan.counts->valid != 0) {
-    if (!wait_until_consumed(m)) return;
+    if (!wait_until_consumed(m, kMoveThreads)) return;
     publish_num_tokens(m, mine);
     const bool alone = args.shape.group.num_ranks == 1;
     const int pushers = alone ? kMoveWarps : args.shape.push_warps;

@@ -30,7 +30,37 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared) {
       ptx::mbarrier_init(ptx::shared_address(&shared.ticket_read[slot]), 2 * 4 * kNumConsumers);
     }
     ptx::mbarrier_init(ptx::shared_address(&shared.ticket_wanted), 2);
+    shared.failed = 0;
     ptx::mbarrier_init_fence();
+  }
+}
+
+// Nothing to wait for.
+struct NoWait {
+  __device__ __forceinline__ void operator()(const Tile&) const {}
+};
+
+// The roles of one block after its barriers and groups stand. finish(tiles) is called by the
+// consumers' threads with the number of tiles that the cluster had.
+template <KernelConfig kConfig, typename Wait, typename Context, typename Finish>
+__device__ __forceinline__ void multiply_roles(const KernelArgs& args, SharedStorage& shared,
+                                               int block_rank, const TicketStart& start,
+                                               const Wait& wait, const Context& context,
+                                               const Finish& finish) {
+  const TileReader<kConfig> reader{shared, {args, shared.groups, block_rank}, {}};
+  // The same in all lanes, and the compiler shall know it.
+  const int warpgroup = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x / 128), 0);
+  if (warpgroup == kNumConsumers) {
+    ptx::setmaxnreg_dec<kLoaderRegisters>();
+    const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x % 128 / 32), 0);
+    if (warp == 0 && ptx::elect_one()) {
+      load_role<kConfig>(args, shared, reader, block_rank, wait);
+    } else if (warp == 1 && block_rank == 0 && ptx::elect_one()) {
+      draw_role<kConfig>(args, shared, start);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    finish(consume_role<kConfig>(args, shared, reader, warpgroup, context));
   }
 }
 
@@ -46,21 +76,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
   ptx::cluster_sync();  // barriers and groups stand, in both blocks
 
   const int block_rank = static_cast<int>(ptx::cluster_block_rank());
-  const TileReader<kConfig> reader{shared, {args, shared.groups, block_rank}, {}};
-  // The same in all lanes, and the compiler shall know it.
-  const int warpgroup = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x / 128), 0);
-  if (warpgroup == kNumConsumers) {
-    ptx::setmaxnreg_dec<kLoaderRegisters>();
-    const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x % 128 / 32), 0);
-    if (warp == 0 && ptx::elect_one()) {
-      load_role<kConfig>(args, shared, reader, block_rank);
-    } else if (warp == 1 && block_rank == 0 && ptx::elect_one()) {
-      draw_role<kConfig>(args, shared, blockIdx.x / 2, gridDim.x / 2);
-    }
-  } else {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume_role<kConfig>(args, shared, reader, warpgroup);
-  }
+  const TicketStart start{blockIdx.x / 2, gridDim.x / 2, 0, false};
+  multiply_roles<kConfig>(args, shared, block_rank, start, NoWait{}, RowsThere{},
+                          [](std::uint32_t) {});
   ptx::cluster_sync();  // the peer may still write into this block's stages and barriers
 }
 

@@ -36,6 +36,8 @@ struct alignas(1024) SharedStorage {
   std::uint64_t ticket_read[kNumTickets];
   std::uint64_t ticket_wanted;
   std::uint32_t tickets[kNumTickets];
+  // Of the fused kernels: 1 once some thread of the block found the group poisoned.
+  std::uint32_t failed;
   // With token rows on n: running count of cluster tiles by group. Otherwise: experts in the order
   // of the walk.
   std::uint32_t groups[kMaxGroups];

@@ -201,12 +201,16 @@ __device__ __forceinline__ void store_rows_f32(const Problem& problem, const Til
 struct RowWeights {
   float2 pairs[kTileN / 64];
 
+  template <bool kRowsArrive>
   __device__ __forceinline__ void load(const float* weights, const Tile& tile, int lane) {
     const float* first = weights + tile.row_start + tile.n0;
+    const auto get = [&](int n) {
+      if (n >= tile.num_n) return 0.0F;
+      return kRowsArrive ? __ldcg(first + n) : first[n];
+    };
     UNIEP_UNROLL for (int block = 0; block < kTileN / 64; ++block) {
       const int n = 64 * block + 2 * lane;
-      pairs[block].x = n < tile.num_n ? first[n] : 0.0F;
-      pairs[block].y = n + 1 < tile.num_n ? first[n + 1] : 0.0F;
+      pairs[block] = {get(n), get(n + 1)};
     }
   }
 
@@ -328,16 +332,36 @@ __device__ __forceinline__ void store_grad_f32(const Problem& problem, const Til
   }
 }
 
+// What an epilogue knows besides the table. Here: the rows were there before the launch.
+struct RowsThere {
+  static constexpr bool kRowsArrive = false;
+};
+// Rows and their weights arrive during the launch, and the loader waits for them.
+struct RowsArriving {
+  static constexpr bool kRowsArrive = true;
+};
+
 // One tile of kN values of n, from the first k to the last store. Each width has its own code from
 // end to end: the accumulators of different widths then never have to meet in the same registers.
-template <KernelConfig kConfig, int kN>
+template <KernelConfig kConfig, int kN, typename Context>
 __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile& tile,
                                              SharedStorage& shared, PipeCursor& cursor,
-                                             Drain& drain) {
+                                             Drain& drain, const Context& context) {
   Accumulator acc;
+  if constexpr (kConfig.epilogue == Epilogue::rows_home) {
+    const auto homes = context.homes_of(tile, drain.warp, drain.lane);
+    multiply_tile<kConfig, kN>(shared, acc, cursor, drain.held, tile.num_k_tiles, drain.consumer,
+                               drain.warp, drain.lane);
+    context.template store<kN>(problem, tile, acc, homes, drain);
+    return;
+  }
   RowWeights weights;
   if constexpr (kConfig.epilogue == Epilogue::rows_swiglu) {
-    weights.load(problem.row_weights, tile, drain.lane);
+    if constexpr (Context::kRowsArrive) {
+      // Before the loader has begun with the tile its weights may be missing.
+      ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.stage]), cursor.parity);
+    }
+    weights.load<Context::kRowsArrive>(problem.row_weights, tile, drain.lane);
   }
   multiply_tile<kConfig, kN>(shared, acc, cursor, drain.held, tile.num_k_tiles, drain.consumer,
                              drain.warp, drain.lane);
@@ -356,10 +380,11 @@ __device__ __forceinline__ void consume_tile(const Problem& problem, const Tile&
 }
 
 // The consumer warpgroup: multiply, drain, next tile. Token rows come in widths of 32; where n lies
-// along a swizzled row, in whole boxes.
-template <KernelConfig kConfig>
-__device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStorage& shared,
-                                             TileReader<kConfig> reader, int consumer) {
+// along a swizzled row, in whole boxes. Gives the number of tiles.
+template <KernelConfig kConfig, typename Context>
+__device__ __forceinline__ std::uint32_t consume_role(const KernelArgs& args, SharedStorage& shared,
+                                                      TileReader<kConfig> reader, int consumer,
+                                                      const Context& context) {
   constexpr int kStep = kConfig.b == ptx::Major::k ? 32 : 64;
   const int lane = static_cast<int>(threadIdx.x % 32);
   Drain drain{shared, consumer, static_cast<int>(threadIdx.x / 32 % 4), lane, {}};
@@ -370,11 +395,11 @@ __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStora
     const Problem& problem = args.problems[tile.problem];
     const bool active = tile.m0 + 64 * consumer < problem.m_extent;
     switch (active && tile.num_n > 0 ? ceil_div(tile.num_n, kStep) * kStep : 0) {
-#define UNIEP_CASE(n)                                                 \
-  case n:                                                             \
-    if constexpr (n % kStep == 0) {                                   \
-      consume_tile<kConfig, n>(problem, tile, shared, cursor, drain); \
-    }                                                                 \
+#define UNIEP_CASE(n)                                                          \
+  case n:                                                                      \
+    if constexpr (n % kStep == 0) {                                            \
+      consume_tile<kConfig, n>(problem, tile, shared, cursor, drain, context); \
+    }                                                                          \
     break
       UNIEP_CASE(32);
       UNIEP_CASE(64);
@@ -391,6 +416,7 @@ __device__ __forceinline__ void consume_role(const KernelArgs& args, SharedStora
     }
   }
   if (drain.is_leader()) ptx::tma_wait_written();
+  return reader.cursor.count;
 }
 
 }  // namespace uniep::cuda

@@ -82,12 +82,17 @@ __device__ __forceinline__ void load_tile(const KernelArgs& args, SharedStorage&
   }
 }
 
-template <KernelConfig kConfig>
+// Calls wait(tile) before the first load of each tile.
+template <KernelConfig kConfig, typename Wait>
 __device__ __forceinline__ void load_role(const KernelArgs& args, SharedStorage& shared,
-                                          TileReader<kConfig> reader, int block_rank) {
+                                          TileReader<kConfig> reader, int block_rank,
+                                          const Wait& wait) {
   PipeCursor cursor;
   Tile tile;
-  while (reader.next(tile)) load_tile<kConfig>(args, shared, reader, tile, cursor, block_rank);
+  while (reader.next(tile)) {
+    wait(tile);
+    load_tile<kConfig>(args, shared, reader, tile, cursor, block_rank);
+  }
 }
 
 }  // namespace uniep::cuda

@@ -46,6 +46,23 @@ struct Mover {
   return __syncthreads_or(ptx::load_relaxed_system(&control.abort_word) != 0) == 0;
 }
 
+// Until the peers have read all that this operation overwrites.
+// All threads of the block call it and agree; false if the group is poisoned.
+[[nodiscard]] __device__ inline bool wait_until_consumed(const Mover& m, int threads) {
+  const MoveShape& shape = m.shape;
+  const std::uint64_t last = control_of(shape.group, m.rank).last_combine;
+  const auto* const consumed = m.region<const std::uint64_t>(m.rank, shape.regions.consumed);
+  bool failed = false;
+  for (int i = m.thread; i < shape.group.num_ranks * shape.blocks_per_rank; i += threads) {
+    const int peer = i / shape.blocks_per_rank;
+    const int block = i % shape.blocks_per_rank;
+    if (peer == m.rank || failed) continue;
+    failed = !wait_at_least(shape.group, &consumed[peer * kMaxBlocksPerRank + block], last,
+                            {m.rank, WaitStage::dispatch_consumed, peer, block});
+  }
+  return __syncthreads_or(failed) == 0;
+}
+
 // A pointer that lane `from` holds.
 template <typename T>
 [[nodiscard]] __device__ __forceinline__ T* shuffle(T* pointer, int from) {

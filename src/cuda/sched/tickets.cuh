@@ -60,12 +60,27 @@ struct TileReader {
   }
 };
 
+// How the clusters of one table begin. Those that come late, because they do something else before,
+// draw their first ticket too; the others, the only ones without a counter, have theirs.
+struct TicketStart {
+  std::uint32_t first;      // of this cluster
+  std::uint32_t num_first;  // tickets that need no draw, from 0
+  std::uint32_t num_late;   // clusters that draw their first
+  bool is_late;
+};
+
 // The drawing role: one thread of block 0 of a cluster.
 template <KernelConfig kConfig>
 __device__ __forceinline__ void draw_role(const KernelArgs& args, SharedStorage& shared,
-                                          std::uint32_t cluster, std::uint32_t num_clusters) {
+                                          const TicketStart& start) {
   const std::uint32_t num_tickets = count_tickets<kConfig>(args, shared.groups);
-  std::uint32_t ticket = cluster;
+  const auto draw = [&] {
+    const std::uint32_t drawn = atomicAdd(args.tickets, 1U);
+    // Each tile's ticket leads to one draw, so this was the launch's last: ready for the next.
+    if (drawn + 1 == num_tickets + start.num_late) *args.tickets = 0;
+    return start.num_first + drawn;
+  };
+  std::uint32_t ticket = start.is_late ? draw() : start.first;
   for (TicketCursor cursor;; cursor.count++) {
     // The slot's ticket before this one is two draws old; its loaders have asked for more since.
     if (cursor.count >= kNumTickets) {
@@ -79,14 +94,7 @@ __device__ __forceinline__ void draw_role(const KernelArgs& args, SharedStorage&
     }
     if (ticket >= num_tickets) return;
     ptx::mbarrier_wait(ptx::shared_address(&shared.ticket_wanted), cursor.count % 2);
-    if (args.tickets == nullptr) {
-      ticket += num_clusters;
-    } else {
-      const std::uint32_t drawn = atomicAdd(args.tickets, 1U);
-      ticket = num_clusters + drawn;
-      // Each tile's ticket leads to one draw, so this was the launch's last: ready for the next.
-      if (drawn + 1 == num_tickets) *args.tickets = 0;
-    }
+    ticket = args.tickets == nullptr ? ticket + start.num_first : draw();
   }
 }
 

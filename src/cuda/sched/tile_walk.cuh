@@ -145,7 +145,9 @@ __device__ __forceinline__ void fill_groups(const KernelArgs& args, std::uint32_
 template <KernelConfig kConfig>
 __device__ __forceinline__ std::uint32_t count_tickets(const KernelArgs& args,
                                                        const std::uint32_t* groups) {
-  if constexpr (kConfig.rows_on_n()) return groups[args.num_problems * args.num_experts - 1];
+  if constexpr (kConfig.rows_on_n()) {
+    return args.num_experts == 0 ? 0 : groups[args.num_problems * args.num_experts - 1];
+  }
   std::uint32_t per_expert = 0;
   for (int p = 0; p < args.num_problems; ++p) {
     per_expert += count_cluster_tiles<kConfig>(args.problems[p], 0);

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for the driver's cuda.h: what src/cuda says about tensor maps.
+#pragma once
+
+#include <cstdint>
+
+using cuuint32_t = std::uint32_t;
+using cuuint64_t = std::uint64_t;
+
+// As large and aligned as the driver's.
+struct alignas(64) CUtensorMap {
+  static constexpr std::uint32_t kMagic = 0x7E450A9B;
+  std::uint64_t extents[5];      // elements, innermost first; 1 beyond the rank
+  std::uint64_t pitch_bytes[4];  // of dimensions 1 to 4
+  char* base;
+  std::uint32_t box[5];
+  std::uint32_t element_bytes;
+  std::uint32_t swizzle_bytes;  // 64 or 128
+  std::uint32_t magic;          // says that it is one
+};
+static_assert(sizeof(CUtensorMap) == 128);
+
+enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
+enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT32 };
+enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
+enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B };
+enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
+enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
