@@ -23,7 +23,7 @@ cmp demo/out-1.safetensors demo/out-2.safetensors
 cmp demo/out-1.safetensors demo/out-4.safetensors
 echo "equal"
 show verify --shape tiny --ranks 1,2,4,8 --schedules 50 --routing zipf:1.2
-show trace --shape tiny --ranks 4 -o demo/trace.json
+show trace --shape tiny --ranks 4 -o demo/trace.json --svg demo/trace.svg
 show train --ranks 4
 show train --steps 40 --report-every 40 --ranks 1 >demo/train-1.txt
 show train --steps 40 --report-every 40 --ranks 4 --schedule fusion=split,payload=choice \
@@ -36,4 +36,4 @@ done
 cmp demo/hash-1.txt demo/hash-4.txt
 echo "equal"
 echo
-echo "Open demo/trace.json in https://ui.perfetto.dev to see the roles of every worker."
+echo "demo/trace.svg shows what every worker did and waited for; so does demo/trace.json in https://ui.perfetto.dev."

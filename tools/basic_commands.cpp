@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// uniep info, case, run and trace.
+// uniep info, case and run.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -111,24 +111,6 @@ int run_layer(const RunFlags& f) {
        {"memory_bytes", {{"tensors", memory.tensors}, {"buffers", memory.buffers}}}});
 }
 
-// Trace-event JSON (the format of chrome://tracing, which Perfetto reads): a process a rank, a
-// thread a worker, microseconds from the first event.
-nlohmann::json trace_events(const std::vector<TraceEvent>& events) {
-  std::int64_t start = events.empty() ? 0 : events.front().start_ns;
-  for (const auto& event : events) start = std::min(start, event.start_ns);
-  nlohmann::json list = nlohmann::json::array();
-  for (const auto& event : events) {
-    list.push_back({{"name", to_string(event.task.role)},
-                    {"ph", "X"},
-                    {"pid", event.task.rank},
-                    {"tid", event.task.worker},
-                    {"ts", static_cast<double>(event.start_ns - start) / 1000.0},
-                    {"dur", static_cast<double>(event.end_ns - event.start_ns) / 1000.0},
-                    {"args", {{"index", event.task.index}}}});
-  }
-  return {{"traceEvents", list}, {"displayTimeUnit", "ns"}};
-}
-
 int run_info(const std::string& json_path) {
   Report report(json_path);
   nlohmann::json info = machine_info();
@@ -196,40 +178,6 @@ int make_case_file(const CaseFlags& f) {
   return 0;
 }
 
-struct TraceFlags {
-  CaseOptions options;
-  LayerOptions layer;
-  std::string output, json;
-  std::int64_t ranks = 4;
-};
-
-int run_trace(const TraceFlags& f) {
-  RunOptions options = cpu_run_options(f.layer, "trace");
-  options.num_ranks = static_cast<int>(f.ranks);
-  options.backward = true;
-  options.trace = true;
-  check_distinct(f.output, f.json);
-  if (f.output == "-" && f.json == "-") {
-    throw_invalid("-o and --json are both '-'; only one can go to standard output");
-  }
-  Report trace(f.output);
-  Report report(f.output == "-" && f.json.empty() ? "/dev/null" : f.json);
-  const auto result = run_case(build_case(f.options, options.num_ranks, true), options);
-  trace.write(trace_events(result.trace));
-  report.write({{"schema", 1},
-                {"output", f.output},
-                {"events", result.trace.size()},
-                {"ranks", f.ranks},
-                {"schedule", to_string(options.schedule)}});
-  trace.publish();
-  if (f.output != "-") {
-    report.print("{}: {} events of {} ranks; open it at ui.perfetto.dev\n", f.output,
-                 result.trace.size(), f.ranks);
-  }
-  report.publish();
-  return 0;
-}
-
 }  // namespace
 
 void add_info(CLI::App& app, Run& run) {
@@ -267,22 +215,6 @@ void add_run(CLI::App& app, Run& run) {
   add_layer_options(*command, flags->layer);
   add_json_option(*command, flags->json, "the hashes");
   command->callback([&run, flags] { run = [flags] { return run_layer(*flags); }; });
-}
-
-void add_trace(CLI::App& app, Run& run) {
-  auto flags = std::make_shared<TraceFlags>();
-  auto* command = app.add_subcommand("trace", "write who did what when, for Perfetto");
-  add_case_options(*command, flags->options);
-  command->add_option("-o,--output", flags->output, "trace-event JSON file to write")
-      ->type_name("FILE")
-      ->required();
-  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")
-      ->type_name("NAME")
-      ->capture_default_str();
-  add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks");
-  add_layer_options(*command, flags->layer);
-  add_json_option(*command, flags->json, "a summary");
-  command->callback([&run, flags] { run = [flags] { return run_trace(*flags); }; });
 }
 
 }  // namespace uniep::tools

@@ -50,7 +50,6 @@ struct CaseResult {
   std::vector<float> d_topk_weights;  // [num_tokens, topk]
   std::vector<float> d_w1;            // [num_experts, 2 * ffn, hidden]
   std::vector<float> d_w2;            // [num_experts, hidden, ffn]
-  std::vector<TraceEvent> trace;      // forward, then backward, of all ranks; where asked
 };
 
 struct RunOptions {
@@ -61,7 +60,11 @@ struct RunOptions {
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
   // Called by the worker before each task; for tests: delays, and faults (it may throw Error).
   std::function<void(const TaskInfo&)> before_task;
-  bool trace = false;
+  // Gets what all ranks did and waited for in the last round, forward, then backward; also when the
+  // run fails, of the round that failed, but for ranks that died and ranks of other processes of a
+  // job. Older events of a worker than the last trace_capacity of each operation are counted only.
+  Trace* trace = nullptr;
+  std::int64_t trace_capacity = kTraceCapacity;  // 1 to 2^24
   // Each rank in a process of its own, forked from this one, instead of in a thread. The caller
   // should have no other threads then. A rank that dies is named in the error of the others.
   bool processes = false;

@@ -38,7 +38,8 @@ struct GroupOptions {
   // [num_experts] owner of each expert; empty: contiguous, the first E mod R ranks own one more.
   std::vector<std::int32_t> rank_of_expert;
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);  // of every wait
-  bool trace = false;
+  bool trace = false;                            // record every operation, see Layer::trace
+  std::int64_t trace_capacity = kTraceCapacity;  // records of a worker, 1 to 2^24; older ones go
   // Ranks as processes: this one is a rank of the job, see job_from_environment. Every process
   // makes the Group, with the same options but for the job's rank, and a Layer of its own rank.
   std::optional<Job> job;
@@ -126,8 +127,9 @@ class UNIEP_API Layer {
   // Collective, after an error on any rank: the next operation works again.
   void recover();
 
-  // Of the last operation on this rank, where the group was made with trace.
-  [[nodiscard]] const std::vector<TraceEvent>& trace() const;
+  // What this rank's workers did and waited for in its last operation, also in one that failed,
+  // where the group was made with trace; empty otherwise. Not while an operation runs.
+  [[nodiscard]] Trace trace() const;
 
  private:
   struct State;

@@ -82,6 +82,12 @@ void check_num_threads(int num_ranks, const Schedule& schedule) {
   }
 }
 
+void check_trace_capacity(std::int64_t capacity) {
+  if (capacity < 1 || capacity > kMaxTraceCapacity) {
+    throw_invalid("trace_capacity is {} records; it must be 1 to {}", capacity, kMaxTraceCapacity);
+  }
+}
+
 RankEpochs& Group::epochs(int rank) {
   if (rank < 0 || rank >= config_.shape.num_ranks) {
     throw_invalid("rank is {}; ranks are 0 to {}", rank, config_.shape.num_ranks - 1);

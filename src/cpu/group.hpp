@@ -30,10 +30,10 @@ struct GroupConfig {
   Placement placement;
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
   std::function<void(const TaskInfo&)> before_task;  // tests: delays and faults; may throw Error
-  bool trace = false;
-  std::optional<Job> job;        // this process is one rank of it; otherwise it holds all ranks
-  std::string job_agreement;     // what the job's ranks must agree on beside the above
-  std::size_t common_bytes = 0;  // of memory that all ranks share, zero-filled
+  std::int64_t trace_capacity = 0;  // records that each worker keeps of an operation; 0 = none
+  std::optional<Job> job;           // this process is one rank of it; otherwise it holds all ranks
+  std::string job_agreement;        // what the job's ranks must agree on beside the above
+  std::size_t common_bytes = 0;     // of memory that all ranks share, zero-filled
 };
 
 // Where a rank stands in the order of operations.
@@ -45,6 +45,8 @@ struct RankEpochs {
 
 // Errors: invalid_argument for more threads than are served.
 void check_num_threads(int num_ranks, const Schedule& schedule);
+// Errors: invalid_argument unless 1 to kMaxTraceCapacity.
+void check_trace_capacity(std::int64_t capacity);
 
 class Group {
  public:

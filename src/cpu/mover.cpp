@@ -81,7 +81,8 @@ std::vector<Task> Mover<S>::reduce_tasks() const {
 
 template <typename S>
 std::optional<Awaited> Mover<S>::missing_word(std::uint64_t* word, std::uint64_t expected,
-                                              Role role, std::int64_t tile, int peer) const {
+                                              Signal signal, Role role, std::int64_t tile,
+                                              int peer) const {
   if (read_acquire(word) >= expected) return std::nullopt;
   Awaited awaited{.word = word, .expected = expected, .site = {}};
   awaited.site.rank = rank_;
@@ -89,16 +90,54 @@ std::optional<Awaited> Mover<S>::missing_word(std::uint64_t* word, std::uint64_t
   awaited.site.role = to_string(role);
   awaited.site.tile = tile;
   awaited.site.peer = peer;
-  if (tile >= 0) {
-    const auto& mine = group_.config().placement.experts_of[size(rank_)];
-    awaited.site.expert = mine[size(tiles_[size(tile)].local_expert)];
-  }
+  awaited.site.signal = signal;
+  awaited.site.task_role = role;
+  if (tile >= 0) awaited.site.expert = global_expert(tiles_[size(tile)].local_expert);
   return awaited;
 }
 
 template <typename S>
+std::int32_t Mover<S>::global_expert(std::int32_t local) const {
+  return group_.config().placement.experts_of[size(rank_)][size(local)];
+}
+
+template <typename S>
+void Mover<S>::describe(const Task& task, TraceEvent& event) const {
+  switch (task.role) {
+    case Role::send:
+      if (schedule_.direction == Direction::push) {
+        event.peer = static_cast<std::int16_t>(task.second);
+      }
+      return;
+    case Role::pull:
+      event.peer = static_cast<std::int16_t>(task.second);
+      return;
+    case Role::gemm1:
+    case Role::gemm2:
+    case Role::dgrad2:
+    case Role::dgrad1:
+      event.part = task.second;
+      [[fallthrough]];
+    case Role::fanout:
+    case Role::activation:
+    case Role::d_activation:
+      event.expert = global_expert(tiles_[size(task.first)].local_expert);
+      return;
+    case Role::wgrad2:
+    case Role::wgrad1:
+      event.part = task.second;
+      event.expert = global_expert(task.first);
+      return;
+    case Role::reduce:
+    case Role::none:
+      return;
+  }
+}
+
+template <typename S>
 std::optional<Awaited> Mover<S>::missing_rows(const Task& task) {
-  return missing_word(&tile_ready_[size(task.first)], 1, task.role, task.first, rank_);
+  return missing_word(&tile_ready_[size(task.first)], 1, Signal::tile_ready, task.role, task.first,
+                      rank_);
 }
 
 template <typename S>
@@ -107,15 +146,18 @@ std::optional<Awaited> Mover<S>::missing(const Task& task) {
   if (task.role == Role::pull) {
     auto* ready = group_.region<std::uint64_t>(task.second, Region::send_ready);
     for_needed_tokens(task, [&](std::int64_t token) {
-      if (!awaited) awaited = missing_word(ready + token, epoch_, Role::pull, -1, task.second);
+      if (awaited) return;
+      awaited =
+          missing_word(ready + token, epoch_, Signal::send_ready, Role::pull, -1, task.second);
     });
   } else if (task.role == Role::fanout) {
     const RowTile& t = tiles_[size(task.first)];
     if (saved_.origins[size(t.row)].rank < 0) fill_origins(task.first);
+    const Signal signal = reads_sources() ? Signal::send_ready : Signal::row_ready;
     for (std::int64_t row = t.row; row < t.row + t.rows && !awaited; ++row) {
       const RowOrigin& origin = saved_.origins[size(row)];
-      awaited =
-          missing_word(source_of(origin).ready, epoch_, Role::fanout, task.first, origin.rank);
+      awaited = missing_word(source_of(origin).ready, epoch_, signal, Role::fanout, task.first,
+                             origin.rank);
     }
   } else if (task.role == Role::reduce) {
     auto* ready = group_.region<std::uint64_t>(rank_, Region::return_ready);
@@ -126,14 +168,15 @@ std::optional<Awaited> Mover<S>::missing(const Task& task) {
     for (std::int64_t i = first; i < last && !awaited; ++i) {
       const std::int32_t expert = saved_.topk_ids[size(i)];
       if (expert < 0) continue;
-      awaited = missing_word(ready + i, epoch_, Role::reduce, -1, rank_of[size(expert)]);
+      awaited = missing_word(ready + i, epoch_, Signal::return_ready, Role::reduce, -1,
+                             rank_of[size(expert)]);
     }
   }
   return awaited;
 }
 
 template <typename S>
-void Mover<S>::send(const Task& task) {
+std::int64_t Mover<S>::send(const Task& task) {
   const std::int64_t hidden = shape_.hidden;
   const std::size_t row_bytes = size(hidden) * sizeof(S);
   const Plan& plan = saved_.plan;
@@ -147,13 +190,14 @@ void Mover<S>::send(const Task& task) {
       // Raised by the owner, awaited by the ranks that fetch; the row becomes visible.
       raise(ready + token, epoch_);
     }
-    return;
+    return 0;
   }
   const int destination = task.second;
   const bool per_choice = schedule_.payload == Payload::choice;
   S* recv_rows = group_.region<S>(destination, Region::recv_rows);
   auto* ready = group_.region<std::uint64_t>(destination, Region::row_ready);
   const auto& rank_of = group_.config().placement.rank_of;
+  std::int64_t rows = 0;
   for (std::int64_t token = first; token < last; ++token) {
     for (std::int64_t choice = 0; choice < plan.topk; ++choice) {
       const std::size_t index = size(token * plan.topk + choice);
@@ -165,8 +209,10 @@ void Mover<S>::send(const Task& task) {
       std::memcpy(recv_rows + place * hidden, rows_.data() + token * hidden, row_bytes);
       // Raised by the source rank, awaited by the owner's fan-out; the row becomes visible.
       raise(ready + place, epoch_);
+      ++rows;
     }
   }
+  return destination == rank_ ? 0 : rows * static_cast<std::int64_t>(row_bytes);
 }
 
 template <typename S>
@@ -187,17 +233,26 @@ void Mover<S>::for_needed_tokens(const Task& task, Visitor visit) {
 }
 
 template <typename S>
-void Mover<S>::pull(const Task& task) {
+std::int64_t Mover<S>::pull(const Task& task) {
   const std::int64_t hidden = shape_.hidden;
+  const std::size_t row_bytes = size(hidden) * sizeof(S);
   const S* send_rows = group_.region<S>(task.second, Region::send_rows);
   S* recv_rows = group_.region<S>(rank_, Region::recv_rows);
   auto* ready = group_.region<std::uint64_t>(rank_, Region::row_ready);
+  std::int64_t rows = 0;
   for_needed_tokens(task, [&](std::int64_t token) {
     const std::int64_t place = task.second * shape_.max_tokens + token;
-    std::memcpy(recv_rows + place * hidden, send_rows + token * hidden, size(hidden) * sizeof(S));
+    std::memcpy(recv_rows + place * hidden, send_rows + token * hidden, row_bytes);
     // Raised by this rank's puller, awaited by its fan-out; the row becomes visible.
     raise(ready + place, epoch_);
+    ++rows;
   });
+  return task.second == rank_ ? 0 : rows * static_cast<std::int64_t>(row_bytes);
+}
+
+template <typename S>
+bool Mover<S>::reads_sources() const {
+  return schedule_.direction == Direction::pull && schedule_.payload == Payload::choice;
 }
 
 template <typename S>
@@ -205,7 +260,7 @@ typename Mover<S>::Source Mover<S>::source_of(const RowOrigin& origin) {
   const std::int64_t token = origin.token_choice / shape_.topk;
   const std::int64_t hidden = shape_.hidden;
   const bool per_choice = schedule_.payload == Payload::choice;
-  if (schedule_.direction == Direction::pull && per_choice) {
+  if (reads_sources()) {
     return {group_.region<S>(origin.rank, Region::send_rows) + token * hidden,
             group_.region<std::uint64_t>(origin.rank, Region::send_ready) + token};
   }
@@ -235,30 +290,38 @@ void Mover<S>::fill_origins(std::int64_t tile) {
 }
 
 template <typename S>
-void Mover<S>::fanout(std::int64_t tile, S* rows_out) {
+std::int64_t Mover<S>::fanout(std::int64_t tile, S* rows_out) {
   const RowTile& t = tiles_[size(tile)];
+  const std::size_t row_bytes = size(shape_.hidden) * sizeof(S);
+  std::int64_t foreign_rows = 0;
   for (std::int64_t row = t.row; row < t.row + t.rows; ++row) {
-    const Source source = source_of(saved_.origins[size(row)]);
-    std::memcpy(rows_out + row * shape_.hidden, source.row, size(shape_.hidden) * sizeof(S));
+    const RowOrigin& origin = saved_.origins[size(row)];
+    std::memcpy(rows_out + row * shape_.hidden, source_of(origin).row, row_bytes);
+    foreign_rows += origin.rank != rank_ ? 1 : 0;
   }
   // Raised by the fan-out, awaited by the tile's GEMM tasks; rows_out of the tile becomes visible.
   raise(&tile_ready_[size(tile)], 1);
+  return reads_sources() ? foreign_rows * static_cast<std::int64_t>(row_bytes) : 0;
 }
 
 template <typename S>
-void Mover<S>::return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n, const float* c,
-                              std::int64_t ldc, std::uint64_t num_column_tiles) {
+std::int64_t Mover<S>::return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n,
+                                      const float* c, std::int64_t ldc,
+                                      std::uint64_t num_column_tiles) {
   const RowTile& t = tiles_[size(tile)];
+  std::int64_t foreign_rows = 0;
   for (std::int64_t i = 0; i < t.rows; ++i) {
     const RowOrigin& origin = saved_.origins[size(t.row + i)];
     S* home = group_.region<S>(origin.rank, Region::staging) +
               std::int64_t{origin.token_choice} * shape_.hidden + n0;
     for (std::int64_t j = 0; j < n; ++j) home[j] = narrow<S>(c[i * ldc + j]);
+    foreign_rows += origin.rank != rank_ ? 1 : 0;
   }
+  const std::int64_t bytes = foreign_rows * n * std::int64_t{sizeof(S)};
   // acq_rel: the last column tile's worker sees, and passes on, what the others stored.
   const std::uint64_t before =
       std::atomic_ref<std::uint64_t>(returned_[size(tile)]).fetch_add(1, std::memory_order_acq_rel);
-  if (before + 1 < num_column_tiles) return;
+  if (before + 1 < num_column_tiles) return bytes;
   for (std::int64_t i = 0; i < t.rows; ++i) {
     const RowOrigin& origin = saved_.origins[size(t.row + i)];
     // Raised by the expert's owner, awaited by the home rank's reduce; all columns of the staged
@@ -266,6 +329,7 @@ void Mover<S>::return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n
     raise(group_.region<std::uint64_t>(origin.rank, Region::return_ready) + origin.token_choice,
           epoch_);
   }
+  return bytes;
 }
 
 template <typename S>

@@ -27,14 +27,15 @@ class Mover {
   [[nodiscard]] std::vector<Task> pull_tasks() const;
   [[nodiscard]] std::vector<Task> reduce_tasks() const;
 
-  void send(const Task& task);
-  void pull(const Task& task);
+  // These four return the bytes that crossed between ranks.
+  std::int64_t send(const Task& task);
+  std::int64_t pull(const Task& task);
   // Copies the tile's rows to rows_out [padded_rows, hidden]; raises tile_ready.
-  void fanout(std::int64_t tile, S* rows_out);
+  std::int64_t fanout(std::int64_t tile, S* rows_out);
   // Columns [n0, n0 + n) of the tile's results, c [rows, n] with row stride ldc, to their homes.
   // After the last of `num_column_tiles` calls the home ranks are signalled.
-  void return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n, const float* c,
-                      std::int64_t ldc, std::uint64_t num_column_tiles);
+  std::int64_t return_columns(std::int64_t tile, std::int64_t n0, std::int64_t n, const float* c,
+                              std::int64_t ldc, std::uint64_t num_column_tiles);
   void return_d_weight(std::int64_t row, float value);
   // Sums the chunk's tokens into out [num_tokens, hidden] and, where asked, copies d_topk_weights.
   void reduce(const Task& task, S* out, float* d_topk_weights);
@@ -45,7 +46,10 @@ class Mover {
   [[nodiscard]] std::optional<Awaited> missing_rows(const Task& task);
   // A word private to this rank or in a heap: awaited unless it is there.
   [[nodiscard]] std::optional<Awaited> missing_word(std::uint64_t* word, std::uint64_t expected,
-                                                    Role role, std::int64_t tile, int peer) const;
+                                                    Signal signal, Role role, std::int64_t tile,
+                                                    int peer) const;
+  // Fills in the part, expert and peer of a task of any role.
+  void describe(const Task& task, TraceEvent& event) const;
   [[nodiscard]] const std::vector<RowTile>& tiles() const { return tiles_; }
   // Indices into tiles() of one local expert's tiles.
   [[nodiscard]] std::pair<std::int64_t, std::int64_t> tiles_of(std::int32_t local_expert) const {
@@ -61,6 +65,9 @@ class Mover {
     std::uint64_t* ready;
   };
   [[nodiscard]] Source source_of(const RowOrigin& origin);
+  // Whether the fan-out itself fetches rows from their source ranks.
+  [[nodiscard]] bool reads_sources() const;
+  [[nodiscard]] std::int32_t global_expert(std::int32_t local) const;
   [[nodiscard]] std::int64_t num_chunks(std::int64_t num_tokens) const;
   void fill_origins(std::int64_t tile);
   [[nodiscard]] std::int64_t peer_tokens(int rank) {

@@ -34,6 +34,8 @@ std::uint64_t count_up(std::uint64_t& word) {
   return std::atomic_ref<std::uint64_t>(word).fetch_add(1, std::memory_order_acq_rel) + 1;
 }
 
+std::int64_t flops(std::int64_t m, std::int64_t n, std::int64_t k) { return 2 * m * n * k; }
+
 void append(std::vector<Task>& to, const std::vector<Task>& tasks) {
   to.insert(to.end(), tasks.begin(), tasks.end());
 }
@@ -96,46 +98,53 @@ class ForwardOperation {
     return {phase};
   }
 
-  void run(const Task& task, int worker) {
+  TaskWork run(const Task& task, int worker) {
     switch (task.role) {
       case Role::send:
-        return mover_.send(task);
+        return {.flops = 0, .link_bytes = mover_.send(task)};
       case Role::pull:
-        return mover_.pull(task);
+        return {.flops = 0, .link_bytes = mover_.pull(task)};
       case Role::fanout:
-        return mover_.fanout(task.first, saved_.x_rows.data());
+        return {.flops = 0, .link_bytes = mover_.fanout(task.first, saved_.x_rows.data())};
       case Role::gemm1:
         return gemm1(task, scratch_[size(worker)]);
       case Role::activation:
-        return activate_tile(task.first);
+        activate_tile(task.first);
+        return {};
       case Role::gemm2:
         return gemm2(task, scratch_[size(worker)]);
       case Role::reduce:
-        return mover_.reduce(task, input_.out.data(), nullptr);
+        mover_.reduce(task, input_.out.data(), nullptr);
+        return {};
       case Role::dgrad2:
       case Role::d_activation:
       case Role::dgrad1:
       case Role::wgrad2:
       case Role::wgrad1:
+      case Role::none:
         UNIEP_ASSERT(!"a backward task in a forward operation");
     }
+    return {};
   }
+
+  void describe(const Task& task, TraceEvent& event) const { mover_.describe(task, event); }
 
   std::optional<Awaited> missing(const Task& task) {
     if (task.role == Role::gemm1) return mover_.missing_rows(task);
     if (task.role == Role::gemm2 && schedule_.fusion == Fusion::split) {
-      return mover_.missing_word(&activated_[size(task.first)], 1, task.role, task.first, -1);
+      return mover_.missing_word(&activated_[size(task.first)], 1, Signal::activated, task.role,
+                                 task.first, -1);
     }
     if (task.role == Role::gemm2 || task.role == Role::activation) {
-      return mover_.missing_word(&gemm1_done_[size(task.first)], num_ffn_tiles(), task.role,
-                                 task.first, -1);
+      return mover_.missing_word(&gemm1_done_[size(task.first)], num_ffn_tiles(),
+                                 Signal::gemm1_done, task.role, task.first, -1);
     }
     return mover_.missing(task);
   }
 
  private:
   // h columns [n0, n0 + n) of gate and of up; fused, their a columns too.
-  void gemm1(const Task& task, Scratch& scratch) {
+  TaskWork gemm1(const Task& task, Scratch& scratch) {
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, ffn_ - n0);
@@ -157,6 +166,7 @@ class ForwardOperation {
     // Counted up by each column tile's worker, awaited by gemm2 (or the split activation); the
     // tile's h and a columns become visible.
     count_up(gemm1_done_[size(task.first)]);
+    return {.flops = flops(t.rows, 2 * n, hidden_), .link_bytes = 0};
   }
 
   void activate(const RowTile& t, std::int64_t n0, std::int64_t n) {
@@ -178,7 +188,7 @@ class ForwardOperation {
     return static_cast<std::uint64_t>(div_up(ffn_, schedule_.tile_n));
   }
 
-  void gemm2(const Task& task, Scratch& scratch) {
+  TaskWork gemm2(const Task& task, Scratch& scratch) {
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, hidden_ - n0);
@@ -186,8 +196,9 @@ class ForwardOperation {
     const S* w2 = input_.w2.data() + std::int64_t{t.local_expert} * hidden_ * ffn_;
     gemm_tile(MatrixView<S>{a_.data() + t.row * ffn_, ffn_, 1},
               MatrixView<S>{w2 + n0 * ffn_, 1, ffn_}, t.rows, n, ffn_, c, n, scratch.gemm);
-    mover_.return_columns(task.first, n0, n, c, n,
-                          static_cast<std::uint64_t>(div_up(hidden_, schedule_.tile_n)));
+    const std::int64_t bytes = mover_.return_columns(
+        task.first, n0, n, c, n, static_cast<std::uint64_t>(div_up(hidden_, schedule_.tile_n)));
+    return {.flops = flops(t.rows, n, ffn_), .link_bytes = bytes};
   }
 
   const Schedule& schedule_;
@@ -260,46 +271,55 @@ class BackwardOperation {
     return {phase};
   }
 
-  void run(const Task& task, int worker) {
+  TaskWork run(const Task& task, int worker) {
     switch (task.role) {
       case Role::send:
-        return mover_.send(task);
+        return {.flops = 0, .link_bytes = mover_.send(task)};
       case Role::pull:
-        return mover_.pull(task);
+        return {.flops = 0, .link_bytes = mover_.pull(task)};
       case Role::fanout:
-        return mover_.fanout(task.first, d_rows_.data());
+        return {.flops = 0, .link_bytes = mover_.fanout(task.first, d_rows_.data())};
       case Role::dgrad2:
         return dgrad2(task, scratch_[size(worker)]);
       case Role::d_activation:
-        return d_activation(task.first);
+        d_activation(task.first);
+        return {};
       case Role::dgrad1:
         return dgrad1(task, scratch_[size(worker)]);
       case Role::wgrad2:
       case Role::wgrad1:
         return wgrad(task, scratch_[size(worker)]);
       case Role::reduce:
-        return mover_.reduce(task, input_.d_x.data(), input_.d_topk_weights.data());
+        mover_.reduce(task, input_.d_x.data(), input_.d_topk_weights.data());
+        return {};
       case Role::gemm1:
       case Role::activation:
       case Role::gemm2:
+      case Role::none:
         UNIEP_ASSERT(!"a forward task in a backward operation");
     }
+    return {};
   }
+
+  void describe(const Task& task, TraceEvent& event) const { mover_.describe(task, event); }
 
   std::optional<Awaited> missing(const Task& task) {
     const std::size_t tile = size(task.first);
     if (task.role == Role::dgrad2) return mover_.missing_rows(task);
     if (task.role == Role::d_activation) {
-      return mover_.missing_word(&dgrad2_done_[tile], num_ffn_tiles(), task.role, task.first, -1);
+      return mover_.missing_word(&dgrad2_done_[tile], num_ffn_tiles(), Signal::dgrad2_done,
+                                 task.role, task.first, -1);
     }
     if (task.role == Role::dgrad1) {
-      return mover_.missing_word(&d_activated_[tile], 1, task.role, task.first, -1);
+      return mover_.missing_word(&d_activated_[tile], 1, Signal::d_activated, task.role, task.first,
+                                 -1);
     }
     if (task.role != Role::wgrad2 && task.role != Role::wgrad1) return mover_.missing(task);
     std::optional<Awaited> awaited;
     const auto [first, last] = mover_.tiles_of(task.first);
     for (std::int64_t t = first; t < last && !awaited; ++t) {
-      awaited = mover_.missing_word(&d_activated_[size(t)], 1, task.role, t, -1);
+      awaited =
+          mover_.missing_word(&d_activated_[size(t)], 1, Signal::d_activated, task.role, t, -1);
     }
     return awaited;
   }
@@ -321,7 +341,7 @@ class BackwardOperation {
   }
 
   // d_a columns of the tile; fused, straight on to d_h, a and the terms of d_topk_weights.
-  void dgrad2(const Task& task, Scratch& scratch) {
+  TaskWork dgrad2(const Task& task, Scratch& scratch) {
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, ffn_ - n0);
@@ -336,6 +356,7 @@ class BackwardOperation {
     // split activation waits for the full count. d_h, a and partial sums (or d_a) become visible.
     const std::uint64_t done = count_up(dgrad2_done_[size(task.first)]);
     if (fused && done == num_ffn_tiles()) finish_tile(task.first);
+    return {.flops = flops(t.rows, n, hidden_), .link_bytes = 0};
   }
 
   void d_activation(std::int64_t tile) {
@@ -387,7 +408,7 @@ class BackwardOperation {
     raise(&d_activated_[size(tile)], 1);
   }
 
-  void dgrad1(const Task& task, Scratch& scratch) {
+  TaskWork dgrad1(const Task& task, Scratch& scratch) {
     const RowTile& t = mover_.tiles()[size(task.first)];
     const std::int64_t n0 = std::int64_t{task.second} * schedule_.tile_n;
     const std::int64_t n = std::min<std::int64_t>(schedule_.tile_n, hidden_ - n0);
@@ -395,12 +416,13 @@ class BackwardOperation {
     const S* w1 = input_.w1.data() + std::int64_t{t.local_expert} * 2 * ffn_ * hidden_;
     gemm_tile(MatrixView<S>{d_h_.data() + t.row * 2 * ffn_, 2 * ffn_, 1},
               MatrixView<S>{w1 + n0, hidden_, 1}, t.rows, n, 2 * ffn_, c, n, scratch.gemm);
-    mover_.return_columns(task.first, n0, n, c, n,
-                          static_cast<std::uint64_t>(div_up(hidden_, schedule_.tile_n)));
+    const std::int64_t bytes = mover_.return_columns(
+        task.first, n0, n, c, n, static_cast<std::uint64_t>(div_up(hidden_, schedule_.tile_n)));
+    return {.flops = flops(t.rows, n, 2 * ffn_), .link_bytes = bytes};
   }
 
   // One output tile over all of the expert's rows in buffer order.
-  void wgrad(const Task& task, Scratch& scratch) {
+  TaskWork wgrad(const Task& task, Scratch& scratch) {
     const bool second = task.role == Role::wgrad2;
     const std::int64_t m_total = second ? hidden_ : 2 * ffn_;
     const std::int64_t n_total = second ? ffn_ : hidden_;
@@ -412,7 +434,7 @@ class BackwardOperation {
     const std::int64_t rows = saved_.plan.expert_rows[size(task.first)];
     float* out = (second ? input_.d_w2 : input_.d_w1).data() +
                  std::int64_t{task.first} * m_total * n_total + m0 * n_total + n0;
-    if (rows == 0 && input_.accumulate) return;
+    if (rows == 0 && input_.accumulate) return {};
     const std::int64_t start = saved_.plan.expert_starts[size(task.first)];
     const S* left = second ? d_rows_.data() + start * hidden_ : d_h_.data() + start * 2 * ffn_;
     const S* right = second ? a_.data() + start * ffn_ : saved_.x_rows.data() + start * hidden_;
@@ -425,6 +447,7 @@ class BackwardOperation {
         to = canonical(input_.accumulate ? to + c[i * n + j] : c[i * n + j]);
       }
     }
+    return {.flops = flops(m, n, rows), .link_bytes = 0};
   }
 
   const Schedule& schedule_;
@@ -447,7 +470,10 @@ class BackwardOperation {
 
 template <typename S>
 RankLayer<S>::RankLayer(Group& group, int rank)
-    : group_(group), rank_(rank), epochs_(group.epochs(rank)) {
+    : group_(group),
+      rank_(rank),
+      epochs_(group.epochs(rank)),
+      recorder_(rank, group.config().schedule.workers, group.config().trace_capacity) {
   if (group.config().shape.element_bytes != static_cast<std::int64_t>(sizeof(S))) {
     throw_invalid("the group holds elements of {} bytes; this layer's have {}",
                   group.config().shape.element_bytes, sizeof(S));
@@ -483,7 +509,10 @@ void RankLayer<S>::begin_operation(std::int64_t operation) {
         rank_, operation == 0 ? "forward" : "backward", *failure);
   }
   epochs_.current = std::max(epochs_.current + 1, epochs_.first);
-  trace_.clear();
+}
+
+template <typename S>
+void RankLayer<S>::wait_until_consumed(std::int64_t operation) {
   if (epochs_.current == epochs_.first) return;
   for (int peer = 0; peer < group_.config().shape.num_ranks; ++peer) {
     WaitSite site;
@@ -491,9 +520,10 @@ void RankLayer<S>::begin_operation(std::int64_t operation) {
     site.stage = operation == 0 ? "forward" : "backward";
     site.role = "consumed";
     site.peer = peer;
-    wait_at_least(group_.state(),
-                  &group_.template region<RankHeader>(peer, Region::header)->consumed,
-                  epochs_.current - 1, site);
+    site.signal = Signal::consumed;
+    auto* consumed = &group_.template region<RankHeader>(peer, Region::header)->consumed;
+    recorder_.wait(group_.state(),
+                   {.word = consumed, .expected = epochs_.current - 1, .site = site}, 0);
   }
 }
 
@@ -536,7 +566,9 @@ void RankLayer<S>::wait_for_peers(std::int64_t num_tokens, std::int64_t operatio
     site.stage = operation == 0 ? "forward" : "backward";
     site.role = "plan";
     site.peer = peer;
-    wait_at_least(group_.state(), &header->published, epochs_.current, site);
+    site.signal = Signal::published;
+    recorder_.wait(group_.state(),
+                   {.word = &header->published, .expected = epochs_.current, .site = site}, 0);
     if (header->operation != operation || header->schedule_hash != mine) {
       throw_invalid(
           "rank {} issued a {} and rank {} a {} as operation {}; all ranks of a group "
@@ -554,6 +586,7 @@ void RankLayer<S>::end_operation() {
 
 template <typename S>
 Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
+  recorder_.begin(Pass::forward);
   return guarded([&] {
     const GroupConfig& config = group_.config();
     const HeapShape& shape = config.shape;
@@ -571,6 +604,9 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
     check_span("w1", input.w1.size(), num_local * 2 * input.ffn * shape.hidden);
     check_span("w2", input.w2.size(), num_local * shape.hidden * input.ffn);
     begin_operation(0);
+    const RecordedSpan whole(recorder_, TraceKind::operation);
+    wait_until_consumed(0);
+    std::optional<RecordedSpan> planning(std::in_place, recorder_, TraceKind::plan);
     publish(input.topk_ids, input.topk_weights, num_tokens, 0);
     wait_for_peers(num_tokens, 0);
     std::vector<std::int64_t> splits;
@@ -592,10 +628,14 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
     saved.x_rows.resize(size(rows * shape.hidden));
     saved.h.resize(size(rows * 2 * input.ffn));
     ForwardOperation<S> operation(group_, rank_, epochs_.current, saved, input);
-    run_phases(group_, rank_, operation.phases(),
-               {.missing = [&](const Task& task) { return operation.missing(task); },
-                .run = [&](const Task& task, int worker) { operation.run(task, worker); }},
-               trace_);
+    const std::vector<Phase> phases = operation.phases();
+    planning.reset();
+    run_phases(
+        group_, rank_, phases,
+        {.missing = [&](const Task& task) { return operation.missing(task); },
+         .run = [&](const Task& task, int worker) { return operation.run(task, worker); },
+         .describe = [&](const Task& task, TraceEvent& event) { operation.describe(task, event); }},
+        recorder_);
     end_operation();
     return saved;
   });
@@ -603,6 +643,7 @@ Saved<S> RankLayer<S>::forward(const ForwardInput<S>& input) {
 
 template <typename S>
 void RankLayer<S>::backward(const Saved<S>& saved, const BackwardInput<S>& input) {
+  recorder_.begin(Pass::backward);
   guarded([&] {
     const GroupConfig& config = group_.config();
     const HeapShape& shape = config.shape;
@@ -620,15 +661,22 @@ void RankLayer<S>::backward(const Saved<S>& saved, const BackwardInput<S>& input
     check_span("d_w1", input.d_w1.size(), num_local * 2 * saved.ffn * shape.hidden);
     check_span("d_w2", input.d_w2.size(), num_local * shape.hidden * saved.ffn);
     begin_operation(1);
+    const RecordedSpan whole(recorder_, TraceKind::operation);
+    wait_until_consumed(1);
+    std::optional<RecordedSpan> planning(std::in_place, recorder_, TraceKind::plan);
     publish(saved.topk_ids, {}, num_tokens, 1);
     wait_for_peers(num_tokens, 1);
     // Origins are complete after forward: backward only reads the saved values.
     auto& read_only = const_cast<Saved<S>&>(saved);
     BackwardOperation<S> operation(group_, rank_, epochs_.current, read_only, input);
-    run_phases(group_, rank_, operation.phases(),
-               {.missing = [&](const Task& task) { return operation.missing(task); },
-                .run = [&](const Task& task, int worker) { operation.run(task, worker); }},
-               trace_);
+    const std::vector<Phase> phases = operation.phases();
+    planning.reset();
+    run_phases(
+        group_, rank_, phases,
+        {.missing = [&](const Task& task) { return operation.missing(task); },
+         .run = [&](const Task& task, int worker) { return operation.run(task, worker); },
+         .describe = [&](const Task& task, TraceEvent& event) { operation.describe(task, event); }},
+        recorder_);
     end_operation();
   });
 }

@@ -10,6 +10,7 @@
 #include "cpu/formulas.hpp"
 #include "cpu/gemm.hpp"
 #include "cpu/group.hpp"
+#include "cpu/recorder.hpp"
 #include "plan/plan.hpp"
 
 namespace uniep::cpu {
@@ -74,7 +75,8 @@ class RankLayer {
   // Collective, after an error on any rank: the next operation works again.
   void recover();
 
-  [[nodiscard]] const std::vector<TraceEvent>& trace() const { return trace_; }
+  // What was recorded of the last operation, also of one that failed.
+  [[nodiscard]] Trace trace() const { return recorder_.trace(); }
 
  private:
   struct Operation;
@@ -82,6 +84,7 @@ class RankLayer {
                std::int64_t num_tokens, std::int64_t operation);
   void wait_for_peers(std::int64_t num_tokens, std::int64_t operation);
   void begin_operation(std::int64_t operation);
+  void wait_until_consumed(std::int64_t operation);
   void end_operation();
   template <typename Body>
   auto guarded(Body body);
@@ -89,7 +92,7 @@ class RankLayer {
   Group& group_;
   int rank_;
   RankEpochs& epochs_;
-  std::vector<TraceEvent> trace_;
+  Recorder recorder_;
 };
 
 extern template class RankLayer<float>;

@@ -18,12 +18,6 @@
 namespace uniep::cpu {
 namespace {
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 // The tickets of one list of tasks, and those set aside.
 struct Queue {
   std::mutex mutex;
@@ -44,28 +38,34 @@ struct Progress {
 
 class Runner {
  public:
-  Runner(Group& group, int rank, const std::vector<Phase>& phases, const TaskFunctions& functions)
+  Runner(Group& group, int rank, const std::vector<Phase>& phases, const TaskFunctions& functions,
+         Recorder& recorder)
       : group_(group),
         rank_(rank),
         phases_(phases),
         functions_(functions),
+        recorder_(recorder),
         progress_(phases.size()) {}
 
-  void work(int worker, std::vector<TraceEvent>& trace) {
+  void work(int worker) {
     try {
       for (std::size_t i = 0; i < phases_.size(); ++i) {
         const Phase& phase = phases_[i];
         const bool comm_first = worker < group_.config().schedule.comm_workers;
-        const auto drain_comm = [&] { drain(phase.comm, progress_[i].comm, i, worker, trace); };
+        const auto drain_comm = [&] { drain(phase.comm, progress_[i].comm, i, worker); };
         if (comm_first) drain_comm();
-        drain(phase.compute, progress_[i].compute, i, worker, trace);
+        drain(phase.compute, progress_[i].compute, i, worker);
         if (!comm_first) drain_comm();
         WaitSite site;
         site.rank = rank_;
         site.stage = "phase";
         site.role = "worker";
-        wait_at_least(group_.state(), &progress_[i].done, phase.comm.size() + phase.compute.size(),
-                      site);
+        site.signal = Signal::phase_done;
+        recorder_.wait(group_.state(),
+                       {.word = &progress_[i].done,
+                        .expected = phase.comm.size() + phase.compute.size(),
+                        .site = site},
+                       worker);
       }
     } catch (const std::exception& error) {
       abort_group(group_.state(), rank_, error.what());
@@ -79,26 +79,59 @@ class Runner {
   }
 
  private:
-  void drain(const std::vector<Task>& tasks, Queue& queue, std::size_t phase, int worker,
-             std::vector<TraceEvent>& trace) {
-    bool idle = false;
+  // A worker's time without a task that it could run, where it is recorded.
+  struct Idle {
+    explicit Idle(int of_worker) : worker(of_worker) {}
+    int worker;
+    std::optional<std::int64_t> since;  // now_ns(); none while a task runs
+    Awaited awaited;                    // without a word: unknown
+  };
+
+  void begin(Idle& idle, Queue& queue) {
+    idle.since = now_ns();
+    const std::lock_guard lock(queue.mutex);
+    idle.awaited = queue.waits.empty() ? Awaited{} : queue.waits.begin()->second;
+  }
+
+  void end(Idle& idle, bool failed) {
+    if (idle.since) recorder_.keep_wait(idle.worker, *idle.since, idle.awaited, failed);
+    idle.since.reset();
+  }
+
+  // Runs the list's tasks until none is left to take.
+  void drain(const std::vector<Task>& tasks, Queue& queue, std::size_t phase, int worker) {
+    Idle idle(worker);
+    try {
+      drain(tasks, queue, phase, idle);
+    } catch (...) {
+      // What the rank stood at, unless it was this worker's own task that failed.
+      if (idle.since) idle.awaited = first_cause(phase).value_or(idle.awaited);
+      end(idle, true);
+      throw;
+    }
+  }
+
+  void drain(const std::vector<Task>& tasks, Queue& queue, std::size_t phase, Idle& idle) {
+    bool is_idle = false;
     std::chrono::steady_clock::time_point idle_since{};
     std::uint64_t progress = 0;  // of the group, when this worker became idle or looked last
     int round = 0;
     while (true) {
       throw_if_aborted(group_.state(), rank_);
       bool finished = false;
-      if (const Task* task = take(tasks, queue, finished)) {
-        run(*task, phase, worker, trace);
-        idle = false;
+      if (const Task* task = take(tasks, queue, finished, idle.awaited)) {
+        end(idle, false);
+        run(*task, phase, idle.worker);
+        is_idle = false;
         round = 0;
         continue;
       }
-      if (finished) return;
+      if (finished) return end(idle, false);
+      if (recorder_.on() && !idle.since) begin(idle, queue);
       const auto now = std::chrono::steady_clock::now();
       const std::uint64_t progress_now = group_.state().progress.load(std::memory_order_relaxed);
-      if (!idle || progress_now != progress) idle_since = now;
-      idle = true;
+      if (!is_idle || progress_now != progress) idle_since = now;
+      is_idle = true;
       progress = progress_now;
       if (now - idle_since > group_.state().bound) {
         if (const auto cause = first_cause(phase)) {
@@ -131,8 +164,9 @@ class Runner {
     return first->second;
   }
 
-  // A task that can run now, or none: then whether all tasks of the list run or have run.
-  const Task* take(const std::vector<Task>& tasks, Queue& queue, bool& finished) {
+  // A task that can run now, and in `awaited` what it waited for last, if it did; or none, and then
+  // whether all tasks of the list run or have run.
+  const Task* take(const std::vector<Task>& tasks, Queue& queue, bool& finished, Awaited& awaited) {
     std::size_t look_at = 0;  // place among those aside
     while (true) {
       std::size_t ticket = 0;
@@ -155,7 +189,10 @@ class Runner {
       const std::lock_guard lock(queue.mutex);
       if (is_new) --queue.first_looks;
       if (!missing) {
-        queue.waits.erase(ticket);
+        if (const auto waited = queue.waits.find(ticket); waited != queue.waits.end()) {
+          awaited = waited->second;
+          queue.waits.erase(waited);
+        }
         return &tasks[ticket];
       }
       queue.waits.insert_or_assign(ticket, *missing);
@@ -165,13 +202,22 @@ class Runner {
     }
   }
 
-  void run(const Task& task, std::size_t phase, int worker, std::vector<TraceEvent>& trace) {
-    const GroupConfig& config = group_.config();
-    const TaskInfo info{.rank = rank_, .worker = worker, .role = task.role, .index = task.first};
-    if (config.before_task) config.before_task(info);
-    const std::int64_t start = config.trace ? now_ns() : 0;
-    functions_.run(task, worker);
-    if (config.trace) trace.push_back({.task = info, .start_ns = start, .end_ns = now_ns()});
+  void run(const Task& task, std::size_t phase, int worker) {
+    {
+      RecordedSpan span(recorder_, TraceKind::task, worker);
+      if (recorder_.on()) {
+        span.event.role = task.role;
+        span.event.index = task.first;
+        functions_.describe(task, span.event);
+      }
+      if (const auto& before_task = group_.config().before_task) {
+        before_task({.rank = rank_, .worker = worker, .role = task.role, .index = task.first});
+        if (recorder_.on()) span.event.start_ns = now_ns();
+      }
+      const TaskWork work = functions_.run(task, worker);
+      span.event.flops = work.flops;
+      span.event.link_bytes = work.link_bytes;
+    }
     std::atomic_ref<std::uint64_t>(progress_[phase].done).fetch_add(1, std::memory_order_acq_rel);
     group_.state().progress.fetch_add(1, std::memory_order_relaxed);
   }
@@ -180,6 +226,7 @@ class Runner {
   int rank_;
   const std::vector<Phase>& phases_;
   const TaskFunctions& functions_;
+  Recorder& recorder_;
   std::vector<Progress> progress_;
   std::mutex mutex_;
   std::exception_ptr error_;
@@ -188,16 +235,14 @@ class Runner {
 }  // namespace
 
 void run_phases(Group& group, int rank, const std::vector<Phase>& phases,
-                const TaskFunctions& functions, std::vector<TraceEvent>& trace) {
+                const TaskFunctions& functions, Recorder& recorder) {
   const int num_workers = group.config().schedule.workers;
-  Runner runner(group, rank, phases, functions);
-  std::vector<std::vector<TraceEvent>> traces(static_cast<std::size_t>(num_workers));
+  Runner runner(group, rank, phases, functions, recorder);
   {
     std::vector<std::jthread> threads;
     for (int worker = 1; worker < num_workers; ++worker) {
       try {
-        threads.emplace_back(
-            [&, worker] { runner.work(worker, traces[static_cast<std::size_t>(worker)]); });
+        threads.emplace_back([&, worker] { runner.work(worker); });
       } catch (const std::system_error& error) {
         // Poisoned at once, or the workers that did start would wait for their bound.
         const std::string text = fmt::format(
@@ -208,9 +253,8 @@ void run_phases(Group& group, int rank, const std::vector<Phase>& phases,
         throw_world("{}", text);
       }
     }
-    runner.work(0, traces[0]);
+    runner.work(0);
   }
-  for (const auto& events : traces) trace.insert(trace.end(), events.begin(), events.end());
   runner.rethrow();
 }
 

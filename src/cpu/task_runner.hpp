@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu/group.hpp"
+#include "cpu/recorder.hpp"
 
 namespace uniep::cpu {
 
@@ -31,11 +32,19 @@ struct Phase {
   std::vector<Task> compute;
 };
 
+// What a task did, for its record.
+struct TaskWork {
+  std::int64_t flops = 0;       // of products
+  std::int64_t link_bytes = 0;  // of rows put into or fetched from other ranks' memory
+};
+
 struct TaskFunctions {
   // What the task still waits for. Called by one worker at a time for any one task, and by the
   // worker that goes on to run it: what it saw with acquire is visible to the task.
   std::function<std::optional<Awaited>(const Task&)> missing;
-  std::function<void(const Task&, int worker)> run;
+  std::function<TaskWork(const Task&, int worker)> run;
+  // For the record of a task: its part, expert and peer. Called only where tasks are recorded.
+  std::function<void(const Task&, TraceEvent&)> describe;
 };
 
 inline constexpr std::size_t kWindow = 64;  // tasks set aside, per list
@@ -44,6 +53,6 @@ inline constexpr std::size_t kWindow = 64;  // tasks set aside, per list
 // done. Errors: the first error of a worker, after the group was poisoned and all workers ended;
 // world if nothing became ready within the group's bound, naming what the oldest task waits for.
 void run_phases(Group& group, int rank, const std::vector<Phase>& phases,
-                const TaskFunctions& functions, std::vector<TraceEvent>& trace);
+                const TaskFunctions& functions, Recorder& recorder);
 
 }  // namespace uniep::cpu

@@ -48,7 +48,8 @@ cpu::GroupConfig config_of(const GroupOptions& options) {
     config.placement = make_placement(options.rank_of_expert, options.num_ranks);
   }
   config.wait_bound = options.wait_bound;
-  config.trace = options.trace;
+  config.trace_capacity = options.trace ? options.trace_capacity : 0;
+  if (options.trace) cpu::check_trace_capacity(options.trace_capacity);
   config.job = options.job;
   config.job_agreement = fmt::format("ffn {}", options.ffn);
   return config;
@@ -165,11 +166,8 @@ void Layer::recover() {
   state_->visit([]<typename S>(cpu::RankLayer<S>& layer, S) { layer.recover(); });
 }
 
-const std::vector<TraceEvent>& Layer::trace() const {
-  return state_->visit(
-      []<typename S>(cpu::RankLayer<S>& layer, S) -> const std::vector<TraceEvent>& {
-        return layer.trace();
-      });
+Trace Layer::trace() const {
+  return state_->visit([]<typename S>(cpu::RankLayer<S>& layer, S) { return layer.trace(); });
 }
 
 }  // namespace uniep

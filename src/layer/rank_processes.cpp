@@ -25,7 +25,8 @@ struct Message {
   std::uint64_t magic = kMagic;
   std::int64_t error = kNoError;  // an ErrorCode
   std::uint64_t text_bytes = 0;   // the error's sentence follows
-  std::uint64_t num_events = 0;   // then the trace
+  std::int64_t num_dropped = 0;   // of the trace
+  std::uint64_t num_events = 0;   // which then follow
 
   static constexpr std::uint64_t kMagic = 0x756E6965702D6F6BU;
   static constexpr std::int64_t kNoError = -1;
@@ -36,7 +37,7 @@ struct Child {
   int pipe = -1;  // our end; -1 once it has ended
   std::string received;
   std::optional<Error> error;
-  std::vector<TraceEvent> events;
+  Trace trace;
 };
 
 void write_all(int fd, const void* data, std::size_t bytes) {
@@ -50,13 +51,12 @@ void write_all(int fd, const void* data, std::size_t bytes) {
   }
 }
 
-[[noreturn]] void run_child(int fd, int rank, GroupState& state,
-                            const std::function<std::vector<TraceEvent>(int)>& body) {
+[[noreturn]] void run_child(int fd, int rank, GroupState& state, const RankBody& body) {
   Message message;
   std::string text;
-  std::vector<TraceEvent> events;
+  Trace trace;
   try {
-    events = body(rank);
+    body(rank, trace);
   } catch (const Error& error) {
     message.error = static_cast<std::int64_t>(error.code());
     text = error.what();
@@ -66,16 +66,17 @@ void write_all(int fd, const void* data, std::size_t bytes) {
   }
   if (message.error != Message::kNoError) abort_group(state, rank, text);
   message.text_bytes = text.size();
-  message.num_events = events.size();
+  message.num_dropped = trace.dropped;
+  message.num_events = trace.events.size();
   write_all(fd, &message, sizeof message);
   write_all(fd, text.data(), text.size());
-  write_all(fd, events.data(), events.size() * sizeof(TraceEvent));
+  write_all(fd, trace.events.data(), trace.events.size() * sizeof(TraceEvent));
   // No destructors, no exit handlers: all that this process has is its parent's.
   std::_Exit(0);
 }
 
 void start(Child& child, int rank, GroupState& state, std::vector<Child>& others,
-           const std::function<std::vector<TraceEvent>(int)>& body) {
+           const RankBody& body) {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) {
     throw_world("the system refused a pipe for rank {}: {}", rank, std::strerror(errno));
@@ -134,9 +135,10 @@ void finish(Child& child, int rank, GroupState& state) {
     child.error.emplace(static_cast<ErrorCode>(message.error),
                         got.substr(sizeof message, message.text_bytes));
   }
-  child.events.resize(message.num_events);
+  child.trace.dropped = message.num_dropped;
+  child.trace.events.resize(message.num_events);
   if (message.num_events > 0) {
-    std::memcpy(child.events.data(), got.data() + sizeof message + message.text_bytes,
+    std::memcpy(child.trace.events.data(), got.data() + sizeof message + message.text_bytes,
                 message.num_events * sizeof(TraceEvent));
   }
 }
@@ -170,8 +172,7 @@ void collect(std::vector<Child>& children, GroupState& state) {
 
 }  // namespace
 
-std::vector<TraceEvent> run_rank_processes(
-    GroupState& state, const std::function<std::vector<TraceEvent>(int rank)>& body) {
+void run_rank_processes(GroupState& state, const RankBody& body, Trace& trace) {
   std::vector<Child> children(static_cast<std::size_t>(state.num_ranks));
   std::exception_ptr not_started;
   try {
@@ -183,16 +184,18 @@ std::vector<TraceEvent> run_rank_processes(
     abort_group(state, 0, error.what());
   }
   collect(children, state);
+  for (const Child& child : children) {
+    const auto& events = child.trace.events;
+    trace.events.insert(trace.events.end(), events.begin(), events.end());
+    trace.dropped += child.trace.dropped;
+  }
   if (not_started) std::rethrow_exception(not_started);
   // The cause, of the rank that failed first; its peers' errors are consequences.
   const std::uint64_t failed = state.abort_word.load();
   if (failed > 0 && children[failed - 1].error) throw Error(*children[failed - 1].error);
-  std::vector<TraceEvent> events;
   for (const Child& child : children) {
     if (child.error) throw Error(*child.error);
-    events.insert(events.end(), child.events.begin(), child.events.end());
   }
-  return events;
 }
 
 }  // namespace uniep

@@ -11,10 +11,13 @@
 
 namespace uniep {
 
-// Runs body(rank) in a process for each rank and returns all their trace events. The caller should
-// have no other threads. A rank that dies poisons the group at once, by name; children die with
-// their parent; none is left when this returns. Errors: of the rank that failed first.
-std::vector<TraceEvent> run_rank_processes(
-    GroupState& state, const std::function<std::vector<TraceEvent>(int rank)>& body);
+// A rank's work; what it recorded is in `trace` also if it throws.
+using RankBody = std::function<void(int rank, Trace& trace)>;
+
+// Runs body in a process for each rank. What the ranks that did not die recorded is appended to
+// `trace` in any case. The caller should have no other threads. A rank that dies poisons the group
+// at once, by name; children die with their parent; none is left when this returns. Errors: of the
+// rank that failed first.
+void run_rank_processes(GroupState& state, const RankBody& body, Trace& trace);
 
 }  // namespace uniep

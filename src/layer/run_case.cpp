@@ -69,8 +69,7 @@ CaseResult run_sequential_as(const Case& data, bool backward) {
           .d_x = bytes(result.d_x),
           .d_topk_weights = std::move(result.d_topk_weights),
           .d_w1 = std::move(result.d_w1),
-          .d_w2 = std::move(result.d_w2),
-          .trace = {}};
+          .d_w2 = std::move(result.d_w2)};
 }
 
 // Where the ranks write. d_w1 and d_w2 of all ranks are one tensor each, as out and d_x are.
@@ -130,7 +129,10 @@ cpu::GroupConfig config_of(const Case& data, const RunOptions& options) {
   config.placement = make_contiguous_placement(config.shape.num_experts, options.num_ranks);
   config.wait_bound = options.wait_bound;
   config.before_task = options.before_task;
-  config.trace = options.trace;
+  if (options.trace != nullptr) {
+    cpu::check_trace_capacity(options.trace_capacity);
+    config.trace_capacity = options.trace_capacity;
+  }
   config.job = options.job;
   return config;
 }
@@ -159,14 +161,22 @@ double private_bytes(const Case& data, const RunOptions& options) {
     bytes += element * rows * (hidden + 3 * ffn);
     if (options.schedule.fusion == Fusion::split) bytes += 4 * rows * ffn;
   }
+  if (options.trace != nullptr) {
+    bytes += static_cast<double>(options.trace_capacity) * sizeof(TraceEvent) * ranks *
+             options.schedule.workers;
+  }
   return bytes;
 }
 
-// Each rank in a thread; body returns its trace.
-std::vector<TraceEvent> run_rank_threads(
-    GroupState& state, const std::function<std::vector<TraceEvent>(int rank)>& body) {
+void append(Trace& to, const Trace& trace) {
+  to.events.insert(to.events.end(), trace.events.begin(), trace.events.end());
+  to.dropped += trace.dropped;
+}
+
+// Each rank in a thread; what they recorded is appended to `trace` in any case.
+void run_rank_threads(GroupState& state, const RankBody& body, Trace& trace) {
   const int num_ranks = state.num_ranks;
-  std::vector<std::vector<TraceEvent>> traces(size(num_ranks));
+  std::vector<Trace> traces(size(num_ranks));
   std::vector<std::exception_ptr> errors(size(num_ranks));
   {
     std::vector<std::jthread> ranks;
@@ -174,7 +184,7 @@ std::vector<TraceEvent> run_rank_threads(
       try {
         ranks.emplace_back([&, rank] {
           try {
-            traces[size(rank)] = body(rank);
+            body(rank, traces[size(rank)]);
           } catch (...) {
             errors[size(rank)] = std::current_exception();
           }
@@ -188,26 +198,21 @@ std::vector<TraceEvent> run_rank_threads(
       }
     }
   }
+  for (const Trace& of_rank : traces) append(trace, of_rank);
   // The cause, of the rank that failed first; its peers' errors are consequences of another kind.
   const std::uint64_t failed = state.abort_word.load();
   if (failed > 0 && errors[failed - 1]) std::rethrow_exception(errors[failed - 1]);
   for (const std::exception_ptr& error : errors) {
     if (error) std::rethrow_exception(error);
   }
-  std::vector<TraceEvent> all;
-  for (const auto& trace : traces) all.insert(all.end(), trace.begin(), trace.end());
-  return all;
 }
 
 constexpr std::size_t kLine = 64;
 
-// This process's rank; rank 0 returns when all ranks are done. Its trace is this rank's alone.
-std::vector<TraceEvent> run_rank_of_job(
-    cpu::Group& group, const Job& job,
-    const std::function<std::vector<TraceEvent>(int rank)>& body) {
-  std::vector<TraceEvent> trace;
+// This process's rank; rank 0 returns when all ranks are done. The trace is this rank's alone.
+void run_rank_of_job(cpu::Group& group, const Job& job, const RankBody& body, Trace& trace) {
   try {
-    trace = body(job.rank);
+    body(job.rank, trace);
   } catch (const std::exception& error) {
     abort_group(group.state(), job.rank, error.what());
     throw;
@@ -219,7 +224,6 @@ std::vector<TraceEvent> run_rank_of_job(
     wait_at_least(group.state(), done, static_cast<std::uint64_t>(job.num_ranks),
                   {.rank = 0, .stage = "results", .role = "main"});
   }
-  return trace;
 }
 
 template <typename S>
@@ -269,30 +273,41 @@ CaseResult run_as(const Case& data, const RunOptions& options) {
              .d_w2 = result.d_w2};
   }
 
-  const auto run_rank = [&](int rank) {
+  const auto run_rank = [&](int rank, Trace& trace) {
     const std::int64_t token =
         std::accumulate(tokens.begin(), tokens.begin() + rank, std::int64_t{0});
     const auto slice = slice_of<S>(data, options, spans, token, tokens[size(rank)],
                                    share_start(data.num_experts, options.num_ranks, rank),
                                    share_size(data.num_experts, options.num_ranks, rank));
     cpu::RankLayer<S> layer(group, rank);
-    std::vector<TraceEvent> trace;
+    // An operation that fails is recorded too.
+    const auto recorded = [&](const auto& operation) {
+      try {
+        return operation();
+      } catch (...) {
+        append(trace, layer.trace());
+        throw;
+      }
+    };
     for (int repeat = 0; repeat < options.repeats; ++repeat) {
-      const auto saved = layer.forward(slice.forward);
-      trace = layer.trace();
+      trace = {};
+      const auto saved = recorded([&] { return layer.forward(slice.forward); });
+      append(trace, layer.trace());
       if (!options.backward) continue;
-      layer.backward(saved, slice.backward);
-      trace.insert(trace.end(), layer.trace().begin(), layer.trace().end());
+      recorded([&] { layer.backward(saved, slice.backward); });
+      append(trace, layer.trace());
     }
-    return trace;
   };
+  Trace not_asked;
+  Trace& trace = options.trace != nullptr ? *options.trace : not_asked;
+  trace = {};
   if (options.job) {
-    result.trace = run_rank_of_job(group, *options.job, run_rank);
+    run_rank_of_job(group, *options.job, run_rank, trace);
     if (options.job->rank > 0) return result;
   } else if (options.processes) {
-    result.trace = run_rank_processes(group.state(), run_rank);
+    run_rank_processes(group.state(), run_rank, trace);
   } else {
-    result.trace = run_rank_threads(group.state(), run_rank);
+    run_rank_threads(group.state(), run_rank, trace);
     return result;
   }
   const auto bytes_of = [](std::span<const S> values) {

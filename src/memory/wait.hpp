@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 
+#include "uniep/trace.hpp"
+
 namespace uniep {
 
 struct WaitSite {
@@ -18,6 +20,8 @@ struct WaitSite {
   int expert = -1;
   std::int64_t tile = -1;
   int peer = -1;
+  Signal signal = Signal::none;  // what *word is; this and the next are for the timeline only
+  Role task_role = Role::none;   // of the task that waits
 };
 
 // Shared by the ranks of one group, which may be processes: no pointers, no locks.

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import unittest
+import xml.etree.ElementTree
 
 UNIEP = ""
 RESULTS = ("out", "d_x", "d_topk_weights", "d_w1", "d_w2")
@@ -718,23 +719,126 @@ class CliTest(ProgramTest):
             replay = json.loads(text)
             self.assertEqual((replay["seed"], replay["runs"], replay["failures"]), (last, 1, 0))
 
+    ROLES = ("send", "pull", "fanout", "gemm1", "activation", "gemm2", "dgrad2", "d_activation",
+             "dgrad1", "wgrad2", "wgrad1", "reduce")
+
+    def read_trace(self, path):
+        """The slices of a trace-event file, checked as a viewer would: every process and thread has
+        a name, and slices of a thread nest or follow one another."""
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        named = {(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"}
+        slices = [e for e in events if e["ph"] == "X"]
+        self.assertEqual({e["ph"] for e in events}, {"M", "X", "C"})
+        threads = {}
+        for event in slices:
+            self.assertIn(("process_name", event["pid"], 0), named)
+            self.assertIn(("thread_name", event["pid"], event["tid"]), named)
+            self.assertGreaterEqual(event["ts"], 0)
+            self.assertGreaterEqual(event["dur"], 0)
+            self.assertIn(event["cat"], ("task", "wait", "plan", "operation"))
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+        for own in threads.values():
+            ends = []  # of the slices that are open, in whole nanoseconds
+            for event in sorted(own, key=lambda e: (e["ts"], -e["dur"])):
+                start = round(event["ts"] * 1000)
+                end = start + round(event["dur"] * 1000)
+                while ends and ends[-1] <= start:
+                    ends.pop()
+                if ends:
+                    self.assertLessEqual(end, ends[-1])
+                ends.append(end)
+        return slices
+
     def test_trace_shows_overlap(self):
         trace = self.path("trace.json")
         self.ok("trace", "-o", trace, "--ranks", 4, "--global-tokens", 2048, "--hidden", 256,
                 "--schedule", "fusion=fused,workers=2,comm_workers=1,chunk=4,tile_m=8")
-        with open(trace, encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
-        self.assertEqual({event["pid"] for event in events}, {0, 1, 2, 3})
-        for event in events:
-            self.assertGreaterEqual(event["ts"], 0)
-            self.assertGreaterEqual(event["dur"], 0)
-        # A rank's backward, whose rows are sent too, begins after its last gemm2.
-        forward = {rank: max(e["ts"] for e in events if e["pid"] == rank and e["name"] == "gemm2")
-                   for rank in range(4)}
-        dispatch_end = max(e["ts"] + e["dur"] for e in events
-                           if e["name"] == "send" and e["ts"] < forward[e["pid"]])
-        started = [e for e in events if e["name"] == "gemm1" and e["ts"] < dispatch_end]
+        slices = self.read_trace(trace)
+        self.assertEqual({event["pid"] for event in slices}, {1, 2, 3, 4})
+        whole = [(e["pid"], e["name"]) for e in slices if e["cat"] == "operation"]
+        self.assertEqual(sorted(whole), [(pid, name) for pid in (1, 2, 3, 4)
+                                         for name in ("backward", "forward")])
+        forward = [e for e in slices if e["cat"] == "task" and e["args"]["pass"] == "forward"]
+        dispatch_end = max(e["ts"] + e["dur"] for e in forward if e["name"] == "send")
+        started = [e for e in forward if e["name"] == "gemm1" and e["ts"] < dispatch_end]
         self.assertGreater(len(started), 0, "no gemm1 tile started before dispatch ended")
+
+    def test_trace_draws_a_picture(self):
+        svg, report = self.path("a.svg"), self.path("report.json")
+        args = ("--ranks", 2, "--schedule", "fusion=split,direction=pull,workers=2")
+        text = self.ok("trace", "-o", self.path("a.json"), "--svg", svg, "--json", report, *args)
+        self.assertIn(svg, text)
+        slices = self.read_trace(self.path("a.json"))
+        with open(report, encoding="utf-8") as file:
+            summary = json.load(file)
+        self.assertEqual((summary["events"], summary["dropped"]), (len(slices), 0))
+        space = "{http://www.w3.org/2000/svg}"
+        picture = xml.etree.ElementTree.parse(svg).getroot()
+        self.assertEqual(picture.tag, space + "svg")
+        groups = {}
+        for group in picture.iter(space + "g"):
+            groups.setdefault(group.get("class"), []).append(group)
+        self.assertEqual({name: len(found) for name, found in groups.items()},
+                         {"axis": 1, "legend": 1, "lane": 4, "rate": 2, "waits": 1})
+        labels = [text.text for text in groups["axis"][0].iter(space + "text")]
+        self.assertGreaterEqual(len(labels), 6)
+        self.assertTrue(all(re.fullmatch(r"0|[0-9.]+ (ns|µs|ms|s)", label) for label in labels))
+        legend = " ".join(text.text for text in groups["legend"][0].iter(space + "text"))
+        for role in self.ROLES:
+            self.assertRegex(legend, rf"\b{role} [0-9.]+ %")
+            self.assertTrue(any(e["name"] == role and e["dur"] > 0 for e in slices), role)
+        # A worker may have come too late for any task; rank 0 at least waited or planned.
+        self.assertTrue([bar for bar in groups["lane"][0] if bar.get("class")])
+        lines = [path for path in picture.iter(space + "path") if path.get("class") == "ceiling"]
+        self.assertEqual(len(lines), 2)
+        self.ok("trace", "-o", "/dev/null", "--svg", "/dev/null")
+
+    def test_trace_of_a_file(self):
+        self.write(Problem("F32").tensors())
+        trace = self.path("trace.json")
+        self.ok("trace", self.case, "-o", trace, "--ranks", 3)
+        rows = sum(1 for expert in Problem("F32").ids if expert >= 0)
+        flops = sum(e["args"].get("flops", 0) for e in self.read_trace(trace))
+        self.assertEqual(flops, 18 * rows * 24 * 16)
+        self.refused("trace", self.case, "-o", trace, "--hidden", 8, says=["--hidden", "case file"])
+        self.refused("trace", self.path("none"), "-o", trace, says="none")
+        self.refused("trace", "-o", trace, "--svg", trace, says=["-o and --svg", "different"])
+        self.refused("trace", "-o", trace, "--svg", "-", says="--svg")
+        self.refused("trace", "-o", trace, "--records", 0, says="--records is '0'")
+        text = self.ok("trace", "-o", trace, "--records", 4)
+        self.assertRegex(text, r"\d+ older events were not kept")
+
+    def test_trace_of_a_run_that_loses_a_rank(self):
+        trace, svg = self.path("trace.json"), self.path("trace.svg")
+        process = subprocess.Popen(
+            [UNIEP, "trace", "-o", trace, "--svg", svg, "--ranks", "3", "--processes", "--timeout",
+             "20", "--rounds", "1000", "--global-tokens", "2048", "--hidden", "256"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            children = []
+            for _ in range(3000):
+                with open(f"/proc/{process.pid}/task/{process.pid}/children",
+                          encoding="ascii") as file:
+                    children = file.read().split()
+                if len(children) == 3:
+                    break
+                time.sleep(0.01)
+            time.sleep(0.2)  # somewhere in the midst of the rounds
+            os.kill(int(children[1]), signal.SIGKILL)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        self.assertEqual(process.returncode, 3, err)
+        self.assertIn("rank 1", err)
+        slices = self.read_trace(trace)
+        # Of the others, which tell what they stood at.
+        self.assertEqual({e["pid"] for e in slices} - {1, 3}, set())
+        failed = [e for e in slices if e["args"].get("failed")]
+        self.assertTrue(failed)
+        with open(svg, encoding="utf-8") as file:
+            self.assertIn("FAILED", file.read())
+
 
     # -- training
 

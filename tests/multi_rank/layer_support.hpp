@@ -262,7 +262,7 @@ class Ranks {
         make_contiguous_placement(config.shape.num_experts, options.num_ranks));
     config.wait_bound = options.wait_bound;
     config.before_task = std::move(options.before_task);
-    config.trace = options.trace;
+    config.trace_capacity = options.trace ? kTraceCapacity : 0;
     group_ = std::make_unique<cpu::Group>(std::move(config));
     for (int rank = 0; rank < options.num_ranks; ++rank) {
       layers_.push_back(std::make_unique<cpu::RankLayer<S>>(*group_, rank));

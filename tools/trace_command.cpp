@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// uniep trace: runs a case and shows who did what when.
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <optional>
+
+#include "base/error.hpp"
+#include "base/limits.hpp"
+#include "commands.hpp"
+#include "io/output_file.hpp"
+#include "layer/run_case.hpp"
+#include "timeline/ceilings.hpp"
+#include "timeline/timeline.hpp"
+
+namespace uniep::tools {
+namespace {
+
+struct Flags {
+  CaseOptions options;
+  LayerOptions layer;
+  std::string input, output, svg, json;
+  std::int64_t ranks = 0;  // 0: the file's, or 4
+  std::int64_t rounds = 2;
+  std::int64_t records = kTraceCapacity;
+};
+
+void check_paths(const Flags& f) {
+  check_distinct(f.output, f.json);
+  check_distinct(f.output, f.svg, "-o", "--svg");
+  check_distinct(f.svg, f.json, "--svg", "--json");
+  if (f.svg == "-") throw_invalid("--svg is '-'; give a file for the picture");
+  if (f.output == "-" && f.json == "-") {
+    throw_invalid("-o and --json are both '-'; only one can go to standard output");
+  }
+}
+
+std::string name_of(const std::string& path) {
+  return std::filesystem::path(path).filename().string();
+}
+
+int run_trace(const Flags& f) {
+  RunOptions options = cpu_run_options(f.layer, "trace");
+  options.backward = true;
+  options.repeats = static_cast<int>(f.rounds);
+  options.trace_capacity = f.records;
+  check_paths(f);
+  Report events(f.output);
+  Report report(f.output == "-" && f.json.empty() ? "/dev/null" : f.json);
+  std::optional<OutputFile> svg;
+  if (!f.svg.empty()) svg.emplace("SVG file", f.svg);
+
+  options.num_ranks = static_cast<int>(f.ranks > 0 ? f.ranks : 4);
+  std::optional<Case> loaded;
+  if (!f.input.empty()) {
+    loaded = load_case(f.input);
+    if (f.ranks == 0 && !loaded->tokens_per_rank.empty()) {
+      options.num_ranks = static_cast<int>(loaded->tokens_per_rank.size());
+    }
+  }
+  const Case data = loaded ? std::move(*loaded) : build_case(f.options, options.num_ranks, true);
+  TimelineInfo info;
+  info.title = fmt::format("{}: {} tokens, {} experts, topk {}, hidden {}, ffn {}, {} rank{}",
+                           f.input.empty() ? f.options.shape : name_of(f.input), data.num_tokens,
+                           data.num_experts, data.topk, data.hidden, data.ffn, options.num_ranks,
+                           options.num_ranks == 1 ? "" : "s");
+  info.schedule = to_string(options.schedule);
+  info.num_ranks = options.num_ranks;
+  info.workers = options.schedule.workers;
+  info.comm_workers = options.schedule.comm_workers;
+  info.ceilings = measure_ceilings(options.schedule, data.dtype, data.hidden,
+                                   options.num_ranks * options.schedule.workers);
+  Trace trace;
+  options.trace = &trace;
+  std::optional<Error> failure;
+  try {
+    static_cast<void>(run_case(data, options));
+  } catch (const Error& error) {
+    // A run that failed on the way is what one most wants to see.
+    if (trace.events.empty()) throw;
+    failure = error;
+    info.title += ": FAILED";
+  }
+  events.write(trace_json(trace, info));
+  if (svg) {
+    const std::string picture = trace_svg(trace, info);
+    svg->write(std::as_bytes(std::span(picture)));
+    svg->sync();
+  }
+  report.write({{"schema", 1},
+                {"output", f.output},
+                {"svg", f.svg},
+                {"events", trace.events.size()},
+                {"dropped", trace.dropped},
+                {"ranks", options.num_ranks},
+                {"failed", failure.has_value()},
+                {"schedule", info.schedule}});
+  events.publish();
+  if (svg) svg->publish();
+  if (f.output != "-") {
+    report.print("{}: {} events of {} ranks; open it at ui.perfetto.dev\n", f.output,
+                 trace.events.size(), options.num_ranks);
+    if (svg) report.print("{}: a picture, for any browser\n", f.svg);
+    if (trace.dropped > 0) {
+      report.print("{} older events were not kept; --records takes more\n", trace.dropped);
+    }
+  }
+  report.publish();
+  if (failure) throw Error(*failure);
+  return 0;
+}
+
+}  // namespace
+
+void add_trace(CLI::App& app, Run& run) {
+  auto flags = std::make_shared<Flags>();
+  auto* command = app.add_subcommand("trace", "write who did what when, and who waited for whom");
+  add_case_options(*command, flags->options);
+  command->add_option("--dtype", flags->options.dtype, "bf16 or f32")
+      ->type_name("NAME")
+      ->capture_default_str();
+  const auto of_random_case = command->get_options(
+      [](const CLI::Option* option) { return option->get_name() != "--help"; });
+  command->add_option("CASE", flags->input,
+                      "tensor file (safetensors) with d_out, instead of a random case");
+  command->add_option("-o,--output", flags->output, "trace-event JSON file to write, for Perfetto")
+      ->type_name("FILE")
+      ->required();
+  command->add_option("--svg", flags->svg, "picture to write")->type_name("FILE");
+  add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks", "the file's, or 4");
+  add_number(*command, "--rounds", flags->rounds, 1, 1000,
+             "forward and backward so many times; the last is shown");
+  add_number(*command, "--records", flags->records, 1, kMaxTraceCapacity,
+             "records kept of a worker and pass, the last ones; 64 bytes each");
+  add_layer_options(*command, flags->layer);
+  add_json_option(*command, flags->json, "a summary");
+  command->callback([&run, flags, of_random_case] {
+    for (const CLI::Option* option : of_random_case) {
+      if (!flags->input.empty() && option->count() > 0) {
+        throw_invalid("{} and a case file are both given; the file says what is run",
+                      option->get_name());
+      }
+    }
+    run = [flags] { return run_trace(*flags); };
+  });
+}
+
+}  // namespace uniep::tools
