@@ -113,6 +113,7 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, PipeCursor& cur
                                           int num_k_tiles, int lane) {
   for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile) {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.stage]), cursor.parity);
+    __syncwarp();  // nobody waits for this phase any more
     release_stage(shared, cursor.stage, lane);
     cursor.advance();
   }

@@ -46,6 +46,7 @@ struct TileReader {
 
   // A consumer warp knows the ticket of next().
   __device__ __forceinline__ void release(int lane) {
+    __syncwarp();  // all lanes have read it
     if (lane == 0) {
       const std::uint32_t read = ptx::shared_address(&shared.ticket_read[cursor.slot()]);
       ptx::mbarrier_arrive_cluster(ptx::map_shared(read, 0));
