@@ -171,10 +171,9 @@ void DevicePlan::place_arrays(const Placement& placement,
       take(r.out.tiles, max_tiles(rank));
       take(r.out.counts, 1);
       take(r.out.refusal, 1);
+      take(r.out.send_order, choices);
       take(r.block_counts, shape_.blocks_per_rank * num_experts);
       take(r.block_refused, shape_.blocks_per_rank);
-      r.out.send_order =
-          reinterpret_cast<std::int32_t*>(args_.group.parts[rank] + args_.regions.send_order);
     }
     bytes = pieces.bytes();
   };

@@ -50,7 +50,7 @@ struct PlanArrays {
   std::int64_t* slots;          // [num_tokens, topk]
   std::uint8_t* first_choices;  // [num_tokens, topk]
   std::uint8_t* owners;         // [num_tokens, topk] rank of the choice's expert, or kNoOwner
-  std::int32_t* send_order;     // [rows_sent], in symmetric memory
+  std::int32_t* send_order;     // [rows_sent]
   std::int64_t* send_starts;    // [num_experts + 1]
   RowSource* row_sources;       // [padded rows]
   RowTile* tiles;               // [num_tiles], tile_m rows or fewer, in the tile order of experts
@@ -74,7 +74,7 @@ struct PlanRegions {
   std::int64_t order_ready;
   std::int64_t counts;      // [num_ranks, num_experts] u32, rows by source; written by the source
   std::int64_t refused;     // [num_ranks] u64, place << 32 | id, all ones if none; as counts
-  std::int64_t send_order;  // [max_tokens, topk] i32
+  std::int64_t send_order;  // [max_tokens, topk] i32, of the last plan; for find_row_sources
 };
 
 struct PlanRank {

@@ -316,7 +316,11 @@ void SplitLayer::combine(std::span<const CombineRank> ranks, cudaStream_t stream
 }
 
 KernelArgs SplitLayer::kernel_args(const Saved& saved, int local, const Product& product) const {
-  if (experts_of(local) == 0) return {};
+  if (experts_of(local) == 0) {  // no tile, but the fused kernel's movers draw once
+    KernelArgs none{};
+    none.tickets = tickets_.get() + local;
+    return none;
+  }
   const PlanArrays& plan = plan_of(saved, local);
   const bool with_activation = product.op == GemmOp::fprop_swiglu;
   const GroupedGemm problem{

@@ -403,6 +403,7 @@ __device__ void place_choices(const Block& block, const Shared& shared, u32* war
   const PlanArgs& args = block.args;
   const PlanArrays& out = block.mine.out;
   u32* const next = warp_counts + block.warp * args.num_experts;
+  auto* const shared_order = block.region<std::int32_t>(block.rank, args.regions.send_order);
   const u32 end = warp_range(block).end;
   constexpr u32 kMasked = 0xFFFFFFFFU;
   const bool tokens_fit = 32 % args.topk == 0;
@@ -438,7 +439,10 @@ __device__ void place_choices(const Block& block, const Shared& shared, u32* war
     out.slots[place] = id >= 0 ? std::int64_t{shared.slot_bias[id] + send_place} : -1;
     out.first_choices[place] = static_cast<std::uint8_t>(choice);
     out.owners[place] = id >= 0 ? static_cast<std::uint8_t>(owner) : kNoOwner;
-    if (id >= 0) out.send_order[send_place] = static_cast<std::int32_t>(place);
+    if (id < 0) return;
+    // For the peers, and for as long as the plan is kept.
+    shared_order[send_place] = static_cast<std::int32_t>(place);
+    out.send_order[send_place] = static_cast<std::int32_t>(place);
   });
 }
 
