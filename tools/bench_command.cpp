@@ -172,9 +172,7 @@ void add_bench(CLI::App& app, Run& run) {
   add_number(*command, "--ranks", flags->ranks, 1, kMaxRanks, "ranks");
   add_number(*command, "--repeats", flags->repeats, 1, 10000, "timed runs, interleaved");
   add_layer_options(*command, flags->layer);
-  command
-      ->add_option("--baseline", flags->baseline,
-                   "what to time beside fused: split or none; on cuda split is all there is")
+  command->add_option("--baseline", flags->baseline, "what to time beside fused: split or none")
       ->type_name("NAME")
       ->capture_default_str();
   add_json_option(*command, flags->json, "the records");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// uniep bench --backend cuda: the split layer and its parts, by the GPU's own events.
+// uniep bench --backend cuda: the layer and its parts, by the GPU's own events.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,17 +17,26 @@ constexpr std::array<std::string_view, 7> kOps{"layer",    "forward", "backward"
                                                "dispatch", "combine", "grouped_gemm"};
 
 // In the order of time.
-constexpr std::array<const char*, 8> kStages{"plan",
-                                             "dispatch",
-                                             "products",
-                                             "combine",
-                                             "backward dispatch",
-                                             "backward products",
-                                             "backward combine",
-                                             "backward wgrad"};
+constexpr std::array kStages{"plan",
+                             "dispatch",
+                             "products",
+                             "combine",
+                             "fused dispatch",
+                             "fused combine",
+                             "backward dispatch",
+                             "backward products",
+                             "backward combine",
+                             "backward fused dispatch",
+                             "backward activation",
+                             "backward fused combine",
+                             "backward wgrad"};
 
 bool is_product(std::string_view stage) {
   return stage.ends_with("products") || stage.ends_with("wgrad");
+}
+
+const char* impl_of(const CudaSchedule& schedule) {
+  return schedule.fusion == Fusion::fused ? "fused" : "split";
 }
 
 struct NamedProduct {
@@ -117,8 +126,9 @@ class GpuBench {
            static_cast<double>(data_.ffn);
   }
 
-  void add(const std::string& name, const Spread& ms, double flop, double bytes,
-           const Ceiling& ceiling, const nlohmann::json& more = nlohmann::json::object()) {
+  void add(const std::string& name, const Spread& ms, const CudaSchedule& schedule, double flop,
+           double bytes, const Ceiling& ceiling,
+           const nlohmann::json& more = nlohmann::json::object()) {
     const double tflops = flop / ms.median / 1e9;
     const double gbps = bytes / ms.median / 1e6;
     const auto text = [](double rate) { return rate > 0 ? fmt::format("{:.1f}", rate) : "-"; };
@@ -126,7 +136,7 @@ class GpuBench {
     report_.print("{:<14} {:>10.4f} {:>10.4f} {:>10.4f} {:>9} {:>9} {:>9}   {}\n", name, ms.median,
                   ms.min, ms.max, text(tflops), text(gbps), text(ceiling.rate),
                   ceiling.rate > 0 ? ceiling.what : "");
-    nlohmann::json record = make_record(flags_, data_, to_string(options_.schedule), "split", ms);
+    nlohmann::json record = make_record(flags_, data_, to_string(schedule), impl_of(schedule), ms);
     if (flop > 0) record["tflops"] = tflops;
     if (bytes > 0) record["gbps"] = gbps;
     if (ceiling.rate > 0) {
@@ -162,39 +172,70 @@ class GpuBench {
       const auto ms = spread_of(time_product(
           {.product = p.product, .expert_rows = rows, .hidden = data_.hidden, .ffn = data_.ffn},
           options_.repeats, options_.schedule.sms, flags_.options.seed));
-      add(p.name, ms, flops(p.flops, sum), 0, ceiling, {{"product", p.name}, {"rows", sum}});
+      add(p.name, ms, options_.schedule, flops(p.flops, sum), 0, ceiling,
+          {{"product", p.name}, {"rows", sum}});
     }
   }
 
+  // The products of a fused layer have no time of their own: the split one's stand for them, if it
+  // is timed beside it.
   void run_layer() {
+    const bool is_fused = options_.schedule.fusion == Fusion::fused;
+    if (is_fused && (flags_.op == "dispatch" || flags_.op == "combine")) {
+      throw_invalid(
+          "--op is {}, which is no step of its own with fusion=fused; fusion=split has it",
+          quote(flags_.op));
+    }
+    options_.backward = flags_.op == "backward" || flags_.op == "layer";
+    double products = 0;
+    if (is_fused && flags_.baseline == "split" && flags_.op != "plan") {
+      CudaOptions split = options_;
+      split.schedule.fusion = Fusion::split;
+      products = run_schedule(split, 0);
+    }
+    run_schedule(options_, products);
+  }
+
+  // Milliseconds of the products, of which `known_products` are known already.
+  double run_schedule(const CudaOptions& options, double known_products) {
     const bool is_backward = flags_.op == "backward";
     const bool is_layer = flags_.op == "layer";
-    options_.backward = is_backward || is_layer;
-    const Times times = time_layer(data_, options_, flags_.options.seed);
+    const Times times = time_layer(data_, options, flags_.options.seed);
     const Spread ms = spread_of(times.at(flags_.op));
-    const Traffic traffic = traffic_of(data_, options_.schedule.payload, options_.num_ranks);
-    if (flags_.op == "plan") return add(flags_.op, ms, 0, 0, {});
+    const Traffic traffic = traffic_of(data_, options.schedule.payload, options.num_ranks);
+    if (flags_.op == "plan") {
+      add(flags_.op, ms, options.schedule, 0, 0, {});
+      return 0;
+    }
     if (flags_.op == "dispatch" || flags_.op == "combine") {
       const double bytes = flags_.op == "dispatch" ? traffic.dispatched : traffic.returned;
-      return add(flags_.op, ms, 0, bytes, copy_ceiling(bytes));
+      add(flags_.op, ms, options.schedule, 0, bytes, copy_ceiling(bytes));
+      return 0;
     }
     nlohmann::json stages;
     std::string table;
-    double products = 0;
+    double products = known_products;
     for (const char* stage : kStages) {
       const bool is_of_backward = std::string_view(stage).starts_with("backward ");
-      if (!is_layer && is_of_backward != is_backward) continue;
-      const double median = spread_of(times.at(stage)).median;
+      const auto found = times.find(stage);
+      if (found == times.end() || (!is_layer && is_of_backward != is_backward)) continue;
+      const double median = spread_of(found->second).median;
       stages[stage] = median;
-      table += fmt::format("  {:<22} {:.4f}\n", stage, median);
-      if (is_product(stage)) products += median;
+      table += fmt::format("  {:<23} {:.4f}\n", stage, median);
+      if (options.schedule.fusion == Fusion::split && is_product(stage)) products += median;
     }
     const double flop = flops(is_layer ? 18 : is_backward ? 12 : 6, count_rows(data_));
     const double bytes = (is_layer ? 2 : 1) * (traffic.dispatched + traffic.returned);
-    add(flags_.op, ms, flop, bytes,
-        {.rate = flop / products / 1e9, .what = "TFLOP/s of its products and activations alone"},
-        {{"gemm_only_ms", products}, {"stages_ms", stages}});
-    report_.print("{}", table);
+    nlohmann::json more{{"stages_ms", stages}};
+    Ceiling ceiling;
+    if (products > 0) {
+      more["gemm_only_ms"] = products;
+      ceiling = {.rate = flop / products / 1e9,
+                 .what = "TFLOP/s of its products and activations alone"};
+    }
+    add(flags_.op, ms, options.schedule, flop, bytes, ceiling, more);
+    report_.print("  {}\n{}", to_string(options.schedule), table);
+    return products;
   }
 
   const BenchFlags& flags_;

@@ -120,8 +120,9 @@ void add_layer_options(CLI::App& app, LayerOptions& o) {
          "payload=rank|choice, direction=push|pull, tile_m=64 (rows), tile_n=128 (columns), "
          "expert_order=ascending|rotated, destination_order=rotated|ascending, "
          "wgrad=filling|after, workers=1 (threads of a rank), comm_workers=0 (of them, how "
-         "many move rows first), chunk=16 (tokens). On cuda any of fusion=split, "
-         "payload=rank|choice, dispatch=push|pull, combine=push|pull, blocks=0 (of a rank for "
+         "many move rows first), chunk=16 (tokens). On cuda any of fusion=split|fused "
+         "(fused: bf16 on a GPU, up to 8 ranks, push), payload=rank|choice, dispatch=push|pull, "
+         "combine=push|pull, blocks=0 (of a rank for "
          "moving rows; 0: up to 16), push_warps=8 (of a block's 16), chunk=8 (tokens), sms=0 (for "
          "products; 0: all). The first or shown value is the default")
       ->type_name("K=V,…");

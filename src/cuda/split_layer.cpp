@@ -445,8 +445,9 @@ SplitLayer::Saved SplitLayer::forward(std::span<const ForwardTensors> ranks, cud
     second.push_back(gemm2(local, ranks[at(local)]));
   }
   if (schedule_.fusion == Fusion::fused) {
-    begin("fused");
+    begin("fused dispatch");
     fused_dispatch(Pass::forward, saved, sends, first, stream);
+    begin("fused combine");
     fused_combine(Pass::forward, saved, second, returns, stream);
     begin("end");
     return saved;
@@ -610,13 +611,13 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
                        .experts = experts_of(local)});
   }
   const bool fused = schedule_.fusion == Fusion::fused;
-  begin(fused ? "fused" : "dispatch");
+  begin(fused ? "fused dispatch" : "dispatch");
   if (fused) {
     fused_dispatch(Pass::backward, saved, sends, first, stream);
   } else {
     dispatch(sends, stream);
-    begin("products");
   }
+  begin(fused ? "activation" : "products");
   for (int local = 0; local < num_local_ranks_; ++local) {
     if (!fused) multiply(saved, local, first[at(local)], stream);
     if (experts_of(local) > 0) {
@@ -625,10 +626,10 @@ void SplitLayer::backward(const Saved& saved, std::span<const BackwardTensors> r
     }
     if (!fused) multiply(saved, local, second[at(local)], stream);
   }
+  begin(fused ? "fused combine" : "combine");
   if (fused) {
     fused_combine(Pass::backward, saved, second, returns, stream);
   } else {
-    begin("combine");
     combine(returns, stream);
   }
   begin("wgrad");

@@ -30,11 +30,13 @@ void apply(std::string_view key, std::string_view text, CudaSchedule& s) {
 }
 
 void validate(const CudaSchedule& s) {
-  if (s.fusion != Fusion::split) {
-    throw_invalid("schedule fusion is 'fused', which is not served on cuda yet; it can be split");
-  }
   check_range("blocks", s.blocks, 0, 32, 1);
-  check_range("push_warps", s.push_warps, 1, 15, 1);
+  if (s.fusion == Fusion::fused &&
+      (s.dispatch == Direction::pull || s.combine == Direction::pull)) {
+    throw_invalid("schedule fusion=fused pushes rows, and {} is pull; fusion=split takes both",
+                  s.dispatch == Direction::pull ? "dispatch" : "combine");
+  }
+  check_range("push_warps", s.push_warps, 1, s.fusion == Fusion::fused ? 11 : 15, 1);
   check_range("chunk", s.chunk, 1, 4096, 1);
   check_range("sms", s.sms, 0, 1024, 1);
   if (s.sms == 1) throw_invalid("schedule sms is 1; it must be 2 to 1024, or 0 for all");
@@ -58,18 +60,25 @@ CudaSchedule parse_cuda_schedule(std::string_view text) {
   return schedule;
 }
 
-CudaSchedule sample_cuda_schedule(std::uint64_t seed, std::uint64_t index,
-                                  std::int32_t max_blocks) {
+CudaSchedule sample_cuda_schedule(std::uint64_t seed, std::uint64_t index, std::int32_t max_blocks,
+                                  bool can_fuse) {
   constexpr std::array<std::int32_t, 5> kPushWarps{1, 4, 8, 12, 15};
   constexpr std::array<std::int32_t, 6> kChunk{1, 3, 5, 8, 16, 64};
   ScheduleDraws draw(seed, index);
   CudaSchedule s;
+  if (can_fuse) {
+    s.fusion = (index & 1) != 0 ? Fusion::fused : Fusion::split;
+    index >>= 1;
+  }
   s.payload = (index & 1) != 0 ? Payload::choice : Payload::rank;
-  s.dispatch = (index & 2) != 0 ? Direction::pull : Direction::push;
-  s.combine = (index & 4) != 0 ? Direction::pull : Direction::push;
+  if (s.fusion == Fusion::split) {
+    s.dispatch = (index & 2) != 0 ? Direction::pull : Direction::push;
+    s.combine = (index & 4) != 0 ? Direction::pull : Direction::push;
+  }
   const auto most = static_cast<std::uint64_t>(std::clamp(max_blocks, 1, 32));
   s.blocks = static_cast<std::int32_t>(1 + draw(most));
-  s.push_warps = kPushWarps[draw(kPushWarps.size())];
+  // The last two are for the split dispatch alone, whose blocks have more warps.
+  s.push_warps = kPushWarps[draw(kPushWarps.size() - (s.fusion == Fusion::fused ? 2 : 0))];
   s.chunk = kChunk[draw(kChunk.size())];
   return s;
 }

@@ -90,7 +90,8 @@ class CudaTest(cli_test.ProgramTest):
         self.ok("case", "-o", self.case, *SMALL, "--global-tokens", 8)
         run = ("run", self.case, "-o", self.out, *CUDA)
         for schedule, says in (
-            ("fusion=fused", ("'fused'", "not served", "split")),
+            ("fusion=fused", ("fusion=fused", "tensor cores", "fusion=split")),
+            ("fusion=fused,combine=pull", ("fusion=fused", "combine is pull", "fusion=split")),
             ("tile_m=64", ("'tile_m'", "payload, dispatch, combine")),
             ("direction=push", "'direction'"),
             ("blocks=33", ("blocks is 33", "0 to 32")),

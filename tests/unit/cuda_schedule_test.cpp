@@ -53,7 +53,8 @@ TEST(CudaSchedule, EveryKeySetsItsOwnValue) {
 }
 
 TEST(CudaSchedule, WhatIsNotServedIsRefusedByName) {
-  expect_refused("fusion=fused", {"fusion", "'fused'", "not served", "split"});
+  expect_refused("fusion=fused,dispatch=pull", {"fusion=fused", "dispatch is pull", "split"});
+  expect_refused("combine=pull,fusion=fused", {"fusion=fused", "combine is pull", "split"});
   expect_refused("tile_m=64", {"'tile_m'", "dispatch", "combine", "blocks", "push_warps", "sms"});
   expect_refused("direction=push", {"'direction'"});
 }
@@ -74,6 +75,7 @@ TEST(CudaSchedule, NumbersOutOfRangeAreRefusedWithTheRange) {
   expect_refused("blocks=33", {"blocks is 33"});
   expect_refused("push_warps=0", {"push_warps is 0", "1 to 15"});
   expect_refused("push_warps=16", {"push_warps is 16"});
+  expect_refused("fusion=fused,push_warps=12", {"push_warps is 12", "1 to 11"});
   expect_refused("chunk=0", {"chunk is 0", "1 to 4096"});
   expect_refused("chunk=4097", {"chunk is 4097"});
   expect_refused("sms=1", {"sms is 1", "2 to 1024", "0 for all"});
@@ -92,6 +94,17 @@ TEST(CudaSchedule, EightSamplesInARowHoldEveryWayOfMovingRows) {
     EXPECT_EQ(ways.size(), 8U);
   }
   EXPECT_EQ(sample_cuda_schedule(1, 5, 0).blocks, 1);
+}
+
+TEST(CudaSchedule, WhereItCanEveryOtherSampleIsFused) {
+  std::set<std::tuple<Payload, Direction, Direction>> split, fused;
+  for (std::uint64_t i = 0; i < 16; ++i) {
+    const CudaSchedule s = sample_cuda_schedule(1, i, 4, true);
+    EXPECT_EQ(parse_cuda_schedule(to_string(s)), s) << to_string(s);
+    (s.fusion == Fusion::fused ? fused : split).emplace(s.payload, s.dispatch, s.combine);
+  }
+  EXPECT_EQ(split.size(), 8U);
+  EXPECT_EQ(fused.size(), 2U);
 }
 
 }  // namespace

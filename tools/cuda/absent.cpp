@@ -21,6 +21,7 @@ CudaFacts cuda_facts() {
 
 void require_cuda() { refuse(); }
 CudaSchedule resolve(const CudaSchedule&, int) { refuse(); }
+bool can_fuse(DType, int) { return false; }
 CaseResult run_case_on_gpu(const Case&, const CudaOptions&) { refuse(); }
 std::int64_t symmetric_bytes(const Case&, const CudaOptions&) { refuse(); }
 Times time_layer(const Case&, const CudaOptions&, std::uint64_t) { refuse(); }

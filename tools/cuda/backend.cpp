@@ -81,6 +81,10 @@ CudaSchedule resolve(const CudaSchedule& schedule, int num_ranks) {
   return resolved;
 }
 
+bool can_fuse(DType dtype, int num_ranks) {
+  return dtype == DType::bf16 && !kIsEmulated && num_ranks <= cuda::kMaxFusedRanks;
+}
+
 CudaRunOptions to_run_options(const Case& data, const CudaOptions& o) {
   const CudaSchedule s = resolve(o.schedule, o.num_ranks);
   const bool has_tensor_cores = data.dtype == DType::bf16 && !kIsEmulated;

@@ -44,6 +44,9 @@ struct CudaOptions {
 // Blocks that a rank has with this schedule: blocks=0 gives 16, or fewer so that all ranks' fit.
 [[nodiscard]] CudaSchedule resolve(const CudaSchedule& schedule, int num_ranks);
 
+// Whether fusion=fused is there for the case's dtype and so many ranks.
+[[nodiscard]] bool can_fuse(DType dtype, int num_ranks);
+
 // `options.repeats` operations on one group, the last one's results. Errors: invalid_argument for
 // what the layer refuses; world where it cannot run, for memory, and for a wait that expired.
 [[nodiscard]] CaseResult run_case_on_gpu(const Case& data, const CudaOptions& options);
@@ -52,8 +55,10 @@ struct CudaOptions {
 [[nodiscard]] std::int64_t symmetric_bytes(const Case& data, const CudaOptions& options);
 
 // Milliseconds by CUDA events, an entry a repeat, operations queued back to back: "forward" and its
-// stages "plan", "dispatch", "products", "combine"; with backward also "backward", "layer" (both)
-// and the stages "backward dispatch", "backward products", "backward combine", "backward wgrad".
+// stages "plan", "dispatch", "products", "combine", or fused "plan", "fused dispatch", "fused
+// combine"; with backward also "backward", "layer" (both) and the stages "backward dispatch",
+// "backward products", "backward combine", "backward wgrad", or fused "backward fused dispatch",
+// "backward activation", "backward fused combine", "backward wgrad".
 // Of `data` only sizes and routing are read; values are random. Errors: as run_case_on_gpu.
 using Times = std::map<std::string, std::vector<double>>;
 [[nodiscard]] Times time_layer(const Case& data, const CudaOptions& options, std::uint64_t seed);
