@@ -9,6 +9,8 @@ namespace uniep::cuda {
 namespace {
 
 constexpr std::int64_t kPartAlignment = 256;  // bytes
+// Words of a fused operation hold epoch << 20 (FusedWords), so epochs have 44 bits.
+constexpr std::uint64_t kMaxGenerations = std::uint64_t{1} << 12;
 
 const char* name(WaitStage stage) {
   switch (stage) {
@@ -101,7 +103,12 @@ void SymmetricMemory::recover() {
   for (int rank = 0; rank < num_ranks(); ++rank) {
     fresh.epoch = std::max(fresh.epoch, read_control(view_.parts[rank]).epoch);
   }
-  fresh.epoch = ((fresh.epoch >> 32) + 1) << 32;
+  const std::uint64_t generation = (fresh.epoch >> 32) + 1;
+  if (generation >= kMaxGenerations) {
+    throw_world("symmetric memory that was recovered {} times; it must be made anew",
+                generation - 1);
+  }
+  fresh.epoch = generation << 32;
   for (int rank = 0; rank < num_ranks(); ++rank) {
     check_cuda(cudaMemcpy(view_.parts[rank], &fresh, sizeof(fresh), cudaMemcpyHostToDevice),
                "the state of the symmetric memory cannot be written");
