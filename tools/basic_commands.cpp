@@ -60,13 +60,29 @@ int write_results(const RunFlags& f, const Case& data, CaseResult result, Output
   return 0;
 }
 
+// The launcher's job, where this process is one of its ranks; checks that --ranks agrees.
+std::optional<Job> job_of(const RunFlags& f) {
+  if (!f.layer.processes) return std::nullopt;
+  const auto job = job_from_environment();
+  if (job && f.ranks > 0 && f.ranks != job->num_ranks) {
+    throw_invalid("--ranks is {}; the launcher started {} ranks", f.ranks, job->num_ranks);
+  }
+  return job;
+}
+
 int run_layer_on_gpu(const RunFlags& f) {
   CudaOptions options = cuda_options(f.layer);
   options.backward = f.backward;
   check_distinct(f.output, f.json);
   const Case data = load_case(f.input);
-  options.num_ranks = ranks_of(f, data);
-  options.schedule = resolve(options.schedule, options.num_ranks);
+  options.job = job_of(f);
+  if (options.job) options.processes = false;
+  options.num_ranks = options.job ? options.job->num_ranks : ranks_of(f, data);
+  options.schedule = resolve(options.schedule, ranks_of_launch(options));
+  if (options.job && options.job->rank > 0) {
+    static_cast<void>(run_case_on_gpu(data, options));
+    return 0;
+  }
   const auto output = open_tensor_output(f.output);
   Report report(f.json);
   CaseResult result = run_case_on_gpu(data, options);
@@ -85,19 +101,16 @@ int run_layer(const RunFlags& f) {
   options.backward = f.backward;
   check_distinct(f.output, f.json);
   const Case data = load_case(f.input);
-  options.num_ranks = ranks_of(f, data);
-  if (f.layer.processes) options.job = job_from_environment();
+  options.job = job_of(f);
   if (options.job) {
     options.processes = false;
-    if (f.ranks > 0 && f.ranks != options.job->num_ranks) {
-      throw_invalid("--ranks is {}; the launcher started {} ranks", f.ranks,
-                    options.job->num_ranks);
-    }
     options.num_ranks = options.job->num_ranks;
     if (options.job->rank > 0) {
       static_cast<void>(run_case(data, options));
       return 0;
     }
+  } else {
+    options.num_ranks = ranks_of(f, data);
   }
   const auto output = open_tensor_output(f.output);
   Report report(f.json);
@@ -118,9 +131,9 @@ int run_info(const std::string& json_path) {
   const CudaFacts gpu = cuda_facts();
   const bool has_cuda = gpu.missing.empty();
   info["backends"] = {{"cpu", "ok"}, {"cuda", has_cuda ? "ok" : "no: " + gpu.missing}};
-  info["providers"] = {
-      {"host", "ok: ranks as threads or processes of this machine"},
-      {"cuda", has_cuda ? "ok: up to 16 virtual ranks of one GPU" : "no: backend cuda is not"}};
+  info["providers"] = {{"host", "ok: ranks as threads or processes of this machine"},
+                       {"cuda", has_cuda ? "ok: up to 16 ranks, virtual on one GPU or as processes"
+                                         : "no: backend cuda is not"}};
   if (!gpu.gpu.empty()) info["gpu"] = gpu_info(gpu);
   const auto text = [&info](const char* key) { return info[key].get<std::string>(); };
   const auto bytes = [&info](const char* key) { return bytes_text(info[key].get<double>()); };

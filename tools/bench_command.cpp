@@ -149,6 +149,9 @@ int run_bench(BenchFlags f) {
     throw_invalid("--tokens-per-rank and --global-tokens say the same thing; give one of them");
   }
   if (f.tokens_per_rank >= 0) f.options.tokens = f.tokens_per_rank * f.ranks;
+  if (f.layer.is_cuda() && f.layer.processes) {
+    throw_invalid("bench --backend cuda times virtual ranks of one GPU; leave --processes out");
+  }
   return f.layer.is_cuda() ? bench_on_gpu(f) : bench_on_cpu(f);
 }
 

@@ -131,9 +131,11 @@ void add_layer_options(CLI::App& app, LayerOptions& o) {
       ->capture_default_str();
   add_number(app, "--timeout", o.timeout, 1, 86400,
              "seconds without progress of any rank after which a run is given up");
-  app.add_flag("--processes", o.processes,
-               "each rank in a process of its own, not in a thread; for `run` under torchrun or "
-               "mpirun, this process is one of the ranks");
+  app.add_flag(
+      "--processes", o.processes,
+      "each rank in a process of its own, not in a thread; on cuda rank r has GPU r modulo "
+      "their number, instead of all ranks sharing one launch; for `run` under torchrun or "
+      "mpirun, this process is one of the ranks");
 }
 
 void check_layer_options(const LayerOptions& o) {
@@ -147,10 +149,8 @@ void check_layer_options(const LayerOptions& o) {
     static_cast<void>(parse_schedule(o.schedule));
     return;
   }
-  if (o.processes) {
-    throw_invalid("--processes is for the cpu backend; on cuda all ranks share one GPU");
-  }
   static_cast<void>(parse_cuda_schedule(o.schedule));
+  if (o.processes) ask_facts_in_child();  // ranks will be forked
   require_cuda();
 }
 
@@ -166,6 +166,7 @@ CudaOptions cuda_options(const LayerOptions& o) {
   CudaOptions options;
   options.schedule = parse_cuda_schedule(o.schedule);
   options.wait_bound = std::chrono::seconds(o.timeout);
+  options.processes = o.processes;
   return options;
 }
 

@@ -53,9 +53,9 @@ std::string compare_with_cpu_bits(const Case& data, const CudaOptions& options,
 }
 
 // Schedule `index` of a rank count: the given or default one first, then points of the space.
-CudaSchedule schedule_at(const VerifyFlags& flags, int num_ranks, std::int64_t index,
+CudaSchedule schedule_at(const VerifyFlags& flags, int ranks_of_launch, std::int64_t index,
                          bool can_fuse) {
-  const CudaSchedule first = resolve(parse_cuda_schedule(flags.layer.schedule), num_ranks);
+  const CudaSchedule first = resolve(parse_cuda_schedule(flags.layer.schedule), ranks_of_launch);
   if (index == 0 || !flags.layer.schedule.empty()) return first;
   return sample_cuda_schedule(flags.options.seed, static_cast<std::uint64_t>(index), first.blocks,
                               can_fuse);
@@ -175,7 +175,8 @@ void verify_dtype_on_gpu(const VerifyFlags& flags, const std::string& dtype, Ver
       show_progress(
           fmt::format("{} ranks {} schedule {}/{} ", dtype, num_ranks, i + 1, flags.schedules));
       options.num_ranks = num_ranks;
-      options.schedule = schedule_at(flags, num_ranks, i, can_fuse(data.dtype, num_ranks));
+      const int together = ranks_of_launch(options);
+      options.schedule = schedule_at(flags, together, i, can_fuse(data.dtype, together));
       options.repeats = static_cast<int>(1 + i % 2);
       const CaseResult result = run_case_on_gpu(data, options);
       ++verdict.runs;
@@ -275,8 +276,8 @@ std::string fuzz_one_on_gpu(std::uint64_t seed, const LayerOptions& layer,
   const CudaSchedule alone_schedule = resolve({}, 1);
   const DType dtype = o.dtype == "bf16" ? DType::bf16 : DType::f32;
   options.schedule =
-      sample_cuda_schedule(seed, rng.below(1U << 20), resolve({}, options.num_ranks).blocks,
-                           can_fuse(dtype, options.num_ranks));
+      sample_cuda_schedule(seed, rng.below(1U << 20), resolve({}, ranks_of_launch(options)).blocks,
+                           can_fuse(dtype, ranks_of_launch(options)));
   description = fmt::format(
       "T={} H={} F={} E={} k={} ranks={} routing={} mask={} dtype={} repeats={} schedule {}",
       o.tokens, o.hidden, o.ffn, o.experts, o.topk, options.num_ranks, o.routing, o.mask, o.dtype,

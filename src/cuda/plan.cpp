@@ -102,9 +102,14 @@ std::int64_t DevicePlan::bytes_per_rank(const PlanShape& shape, const Placement&
 
 DevicePlan::DevicePlan(const SymmetricMemory& memory, const PlanShape& shape,
                        const Placement& placement,
-                       std::span<const std::vector<std::int32_t>> tile_orders)
-    : memory_(memory), shape_(shape) {
+                       std::span<const std::vector<std::int32_t>> tile_orders,
+                       std::optional<RankRange> local)
+    : memory_(memory), shape_(shape), local_(local.value_or(RankRange{0, memory.num_ranks()})) {
   const std::int64_t bytes = bytes_per_rank(shape, placement);
+  if (local_.first < 0 || local_.count < 1 || local_.count > memory.num_ranks() - local_.first) {
+    throw_invalid("a plan for {} ranks from rank {}; the group has ranks 0 to {}", local_.count,
+                  local_.first, memory.num_ranks() - 1);
+  }
   if (placement.num_ranks != memory.num_ranks()) {
     throw_invalid("the placement has {} ranks and the symmetric memory {}; they must agree",
                   placement.num_ranks, memory.num_ranks());
@@ -154,7 +159,7 @@ void DevicePlan::place_arrays(const Placement& placement,
       if (base != nullptr) pointer = reinterpret_cast<T*>(base + offset);
     };
     tables_at = pieces.take(static_cast<std::int64_t>(tables.size()), 4);
-    for (int rank = 0; rank < placement.num_ranks; ++rank) {
+    for (int rank = local_.first; rank < local_.first + local_.count; ++rank) {
       PlanRank& r = args_.ranks[rank];
       const std::int64_t experts = local_experts_[at(rank)];
       const std::int64_t runs = experts * placement.num_ranks;
@@ -200,11 +205,11 @@ void DevicePlan::place_arrays(const Placement& placement,
 }
 
 void DevicePlan::run(std::span<const RankTopk> ranks, cudaStream_t stream, int first_rank) {
-  const int num_ranks = memory_.num_ranks();
+  const int end = local_.first + local_.count;
   const auto count = static_cast<int>(ranks.size());
-  if (first_rank < 0 || count < 1 || count > num_ranks - first_rank) {
-    throw_invalid("a plan of {} ranks from rank {}; the group has ranks 0 to {}", count, first_rank,
-                  num_ranks - 1);
+  if (first_rank < local_.first || count < 1 || count > end - first_rank) {
+    throw_invalid("a plan of {} ranks from rank {}; this process has ranks {} to {}", count,
+                  first_rank, local_.first, end - 1);
   }
   PlanArgs args = args_;
   args.first_rank = first_rank;
@@ -235,7 +240,7 @@ void DevicePlan::run(std::span<const RankTopk> ranks, cudaStream_t stream, int f
 void DevicePlan::check(cudaStream_t stream) const {
   memory_.check(stream);
   PlanRefusal first{};
-  for (int rank = 0; rank < memory_.num_ranks(); ++rank) {
+  for (int rank = local_.first; rank < local_.first + local_.count; ++rank) {
     PlanRefusal* const refusal = args_.ranks[rank].out.refusal;
     PlanRefusal seen{};
     cudaError_t error = cudaMemcpy(&seen, refusal, sizeof(seen), cudaMemcpyDeviceToHost);
@@ -256,7 +261,7 @@ void DevicePlan::check(cudaStream_t stream) const {
 }
 
 const PlanArrays& DevicePlan::arrays(int rank) const {
-  UNIEP_ASSERT(rank >= 0 && rank < memory_.num_ranks());
+  UNIEP_ASSERT(rank >= local_.first && rank < local_.first + local_.count);
   return args_.ranks[rank].out;
 }
 

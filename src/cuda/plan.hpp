@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -23,6 +24,12 @@ struct PlanShape {
   int blocks_per_rank = 16;     // the same on every rank
 };
 
+// Ranks first, … first + count - 1, which one process has.
+struct RankRange {
+  int first = 0;
+  int count = 0;
+};
+
 struct RankTopk {
   const std::int32_t* topk_ids = nullptr;  // device memory, [num_tokens, topk]; -1 is masked
   std::int64_t num_tokens = 0;
@@ -35,10 +42,12 @@ class DevicePlan {
                                                    const Placement& placement);
 
   // `memory` must outlive the plan. `tile_orders`, if not empty, has for each rank the order in
-  // which its local experts get tiles; otherwise they ascend. Errors: invalid_argument names the
-  // value and what is valid; world if memory or a GPU is not there.
+  // which its local experts get tiles; otherwise they ascend. Only ranks of `local`, without it
+  // all, have arrays and can be planned. Errors: invalid_argument names the value and what is
+  // valid; world if memory or a GPU is not there.
   DevicePlan(const SymmetricMemory& memory, const PlanShape& shape, const Placement& placement,
-             std::span<const std::vector<std::int32_t>> tile_orders = {});
+             std::span<const std::vector<std::int32_t>> tile_orders = {},
+             std::optional<RankRange> local = std::nullopt);
   DevicePlan(const DevicePlan&) = delete;
   DevicePlan& operator=(const DevicePlan&) = delete;
   ~DevicePlan();
@@ -68,6 +77,7 @@ class DevicePlan {
 
   const SymmetricMemory& memory_;
   PlanShape shape_;
+  RankRange local_;
   std::vector<int> local_experts_;  // [num_ranks]
   PlanArgs args_{};
   std::size_t shared_bytes_ = 0;

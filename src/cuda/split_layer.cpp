@@ -262,7 +262,9 @@ SplitLayer::Saved SplitLayer::take_saved() {
   }
   Saved saved;
   saved.layer = this;
-  saved.plan = std::make_unique<DevicePlan>(memory_, plan_shape(shape_, schedule_), placement_);
+  saved.plan = std::make_unique<DevicePlan>(memory_, plan_shape(shape_, schedule_), placement_,
+                                            std::span<const std::vector<std::int32_t>>{},
+                                            RankRange{first_rank_, num_local_ranks_});
   for (int local = 0; local < num_local_ranks_; ++local) {
     saved.ranks.push_back(
         {.num_tokens = 0,

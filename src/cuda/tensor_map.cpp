@@ -1,36 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/tensor_map.hpp"
 
-#include <cuda_runtime.h>
-
 #include "base/error.hpp"
+#include "cuda/driver.hpp"
 
 namespace uniep::cuda {
-namespace {
-
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// Asked from the runtime, so that nothing links against the driver's library.
-EncodeTiled find_encoder() {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  constexpr unsigned int kSince = 12000;  // CUDA 12.0 brought tensor maps
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                             kSince, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-    throw_world("this CUDA driver has no cuTensorMapEncodeTiled ({}); CUDA 12.0 or newer is needed",
-                cudaGetErrorString(error));
-  }
-  return reinterpret_cast<EncodeTiled>(entry);
-}
-
-}  // namespace
-
 CUtensorMap make_tensor_map(const TensorMapSpec& spec) {
-  static const EncodeTiled encode = find_encoder();
+  static auto* const encode =
+      driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const bool is_bf16 = spec.element == MapElement::bf16;
   const std::uint64_t element_bytes = is_bf16 ? 2 : 4;
   std::array<cuuint64_t, 5> extents{};

@@ -27,7 +27,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Kind : std::uint32_t { hello, memory, refusal, leave };
+enum class Kind : std::uint32_t { hello, memory, refusal, leave, descriptor };
 
 // One packet: this, then `text_bytes` of text; a memory packet carries a descriptor as well.
 struct Header {
@@ -40,7 +40,7 @@ struct Header {
   std::uint64_t memory_bytes = 0;
   ErrorCode refusal = ErrorCode::world;
 
-  static constexpr std::uint64_t kMagic = 0x756E6965702D6A31U;  // grows with every change of this
+  static constexpr std::uint64_t kMagic = 0x756E6965702D6A32U;  // grows with every change of this
 };
 
 struct Packet {
@@ -158,21 +158,41 @@ std::string lost_text(int rank, std::int64_t process) {
   return fmt::format("rank {} (process {}) ended before its work was done", rank, process);
 }
 
-}  // namespace
+// What `rank` waits for from a peer.
+struct Expected {
+  int rank = 0;
+  int peer = 0;
+  std::int64_t process = 0;  // of the peer
+  Kind kind = Kind::memory;
+  const char* what = "";
+};
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = other.fd_;
-    other.fd_ = -1;
+// The peer's next packet, with a descriptor. Errors: world if it does not come until `deadline`, or
+// the peer is gone; what the peer says if the group has failed there.
+Packet await_packet(int socket, const Expected& e, Clock::time_point start,
+                    Clock::time_point deadline, const std::string& job) {
+  pollfd polled{.fd = socket, .events = POLLIN, .revents = 0};
+  int ready = 0;
+  while ((ready = ::poll(&polled, 1, until(deadline))) <= 0 && Clock::now() < deadline) {
   }
-  return *this;
+  if (ready <= 0) {
+    throw_world("rank {} waited {} ms for the {} of job '{}' from rank {}", e.rank,
+                milliseconds(deadline - start), e.what, job, e.peer);
+  }
+  auto packet = receive_packet(socket);
+  if (!packet) throw_world("{}", lost_text(e.peer, e.process));
+  if (packet->header.kind == Kind::refusal) {
+    throw Error(
+        packet->header.refusal,
+        fmt::format("rank {} stopped because the group was not made: {}", e.rank, packet->text));
+  }
+  if (packet->header.kind != e.kind || packet->descriptor.get() < 0) {
+    throw_world("{}", lost_text(e.peer, e.process));
+  }
+  return std::move(*packet);
 }
 
-void Descriptor::reset() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
+}  // namespace
 
 Bootstrap::Bootstrap(const Job& job, const std::string& agreement, std::chrono::nanoseconds bound)
     : job_(job),
@@ -342,31 +362,65 @@ SharedMemory Bootstrap::share(std::size_t bytes, const std::function<void(std::b
     }
   }
   const Peer& root = peers_.front();
-  pollfd polled{.fd = root.socket.get(), .events = POLLIN, .revents = 0};
-  int ready = 0;
   // Rank 0 may be waiting for others: it has its own bound, and says how that ended.
-  const auto deadline = deadline_ + bound_;
-  while ((ready = ::poll(&polled, 1, until(deadline))) <= 0 && Clock::now() < deadline) {
-  }
-  if (ready <= 0) {
-    throw_world("rank {} waited {} ms for the memory of job '{}' from rank 0", job_.rank,
-                milliseconds(2 * bound_), job_.name);
-  }
-  auto packet = receive_packet(root.socket.get());
-  if (!packet) throw_world("{}", lost_text(0, root.process));
-  if (packet->header.kind == Kind::refusal) {
-    throw Error(
-        packet->header.refusal,
-        fmt::format("rank {} stopped because the group was not made: {}", job_.rank, packet->text));
-  }
-  if (packet->header.kind != Kind::memory || packet->descriptor.get() < 0) {
-    throw_world("{}", lost_text(0, root.process));
-  }
-  if (packet->header.memory_bytes != bytes) {
+  const Packet packet = await_packet(root.socket.get(),
+                                     {.rank = job_.rank, .process = root.process, .what = "memory"},
+                                     deadline_ - bound_, deadline_ + bound_, job_.name);
+  if (packet.header.memory_bytes != bytes) {
     throw_world("rank {} needs {} bytes of shared memory; rank 0 made {}", job_.rank, bytes,
-                packet->header.memory_bytes);
+                packet.header.memory_bytes);
   }
-  return {packet->descriptor.get(), bytes};
+  return {packet.descriptor.get(), bytes};
+}
+
+std::vector<Descriptor> Bootstrap::exchange(const Descriptor& own) {
+  if (job_.rank == 0) {
+    try {
+      return hand_round(own);
+    } catch (const Error& error) {
+      refuse(error);
+      throw;
+    }
+  }
+  const Peer& root = peers_.front();
+  const auto start = Clock::now();
+  const auto next = [&] {
+    return std::move(
+        await_packet(root.socket.get(),
+                     {job_.rank, 0, root.process, Kind::descriptor, "ranks' descriptors"}, start,
+                     start + 2 * bound_, job_.name)
+            .descriptor);
+  };
+  // Rank 0 speaks first, when all have come: until then a word from a rank would mean its end.
+  std::vector<Descriptor> all;
+  all.push_back(next());
+  send_packet(root.socket.get(), {.kind = Kind::descriptor, .rank = job_.rank}, "", own.get());
+  for (int rank = 1; rank < job_.num_ranks; ++rank) all.push_back(next());
+  return all;
+}
+
+// Rank 0: all descriptors to all others, by rank.
+std::vector<Descriptor> Bootstrap::hand_round(const Descriptor& own) {
+  const auto start = Clock::now();
+  std::vector<Descriptor> all(static_cast<std::size_t>(job_.num_ranks));
+  all[0] = Descriptor(::fcntl(own.get(), F_DUPFD_CLOEXEC, 0));
+  if (all[0].get() < 0) throw_world("the system refused a descriptor: {}", std::strerror(errno));
+  for (const Peer& peer : peers_) {
+    send_packet(peer.socket.get(), {.kind = Kind::descriptor}, "", own.get());
+  }
+  for (const Peer& peer : peers_) {
+    all[static_cast<std::size_t>(peer.rank)] =
+        std::move(await_packet(peer.socket.get(),
+                               {0, peer.rank, peer.process, Kind::descriptor, "descriptor"}, start,
+                               start + bound_, job_.name)
+                      .descriptor);
+  }
+  for (const Peer& peer : peers_) {
+    for (std::size_t rank = 1; rank < all.size(); ++rank) {
+      send_packet(peer.socket.get(), {.kind = Kind::descriptor}, "", all[rank].get());
+    }
+  }
+  return all;
 }
 
 void Bootstrap::watch(GroupState& state) {

@@ -15,26 +15,13 @@
 #include <thread>
 #include <vector>
 
+#include "base/descriptor.hpp"
 #include "memory/shared_memory.hpp"
 #include "memory/wait.hpp"
 #include "uniep/error.hpp"
 #include "uniep/job.hpp"
 
 namespace uniep {
-
-// A file descriptor that is closed with its owner.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  ~Descriptor() { reset(); }
-  Descriptor(Descriptor&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  [[nodiscard]] int get() const { return fd_; }
-  void reset();
-
- private:
-  int fd_;
-};
 
 class Bootstrap {
  public:
@@ -50,6 +37,10 @@ class Bootstrap {
   // Collective: zero-filled memory of all ranks. Rank 0 runs `fill` on it before others see it;
   // what goes wrong there is the error of every rank.
   [[nodiscard]] SharedMemory share(std::size_t bytes, const std::function<void(std::byte*)>& fill);
+
+  // Collective, before watch: every rank gives a descriptor and gets those of all, by rank; the own
+  // one too. Errors: world for a rank that does not come within the bound, or is lost.
+  [[nodiscard]] std::vector<Descriptor> exchange(const Descriptor& own);
 
   // From now on a rank that is lost poisons the group, by name. At most once, after share.
   void watch(GroupState& state);
@@ -73,6 +64,7 @@ class Bootstrap {
   void check(const Hello& hello, const std::string& agreement) const;
   void refuse(const Error& error);
   [[nodiscard]] std::string missing() const;
+  [[nodiscard]] std::vector<Descriptor> hand_round(const Descriptor& own);
   void watch_peers(GroupState& state);
   static void hear_end(const Peer& peer, GroupState& state);
 

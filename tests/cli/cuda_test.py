@@ -69,6 +69,18 @@ class CudaTest(cli_test.ProgramTest):
             self.assertLessEqual(relative_error(got[name][2], want[name]), bounds[name], name)
         self.assertEqual(self.run_case("--backward", *CUDA, "--ranks", 5), alone)
 
+    def test_run_with_a_process_for_each_rank(self):
+        problem = Problem("F32")
+        problem.ids[0:3] = [-1, -1, -1]
+        tensors = problem.tensors("I64")
+        tensors["tokens_per_rank"] = ("I64", [3], [7, 0, 4])
+        self.write(tensors)
+        expected = self.run_case("--backward")
+        for flags in ((), ("--ranks", 1), ("--ranks", 8),
+                      ("--ranks", 2, "--schedule", "payload=choice,dispatch=pull,combine=pull")):
+            got = self.run_case("--backward", *CUDA, "--processes", *flags)
+            self.assertEqual(got, expected, flags)
+
     def test_run_without_tokens(self):
         self.write(Problem("F32", tokens=0).tensors())
         expected = self.run_case("--backward")
@@ -99,7 +111,8 @@ class CudaTest(cli_test.ProgramTest):
         ):
             self.refused(*run, "--schedule", schedule, says=says)
         self.refused(*run, "--ranks", 17, says=("17", "1 to 16"))
-        self.refused(*run, "--processes", says=("--processes", "cpu"))
+        self.refused(*run, "--processes", "--ranks", 17, says=("17", "1 to 16"))
+        self.refused("bench", *CUDA, "--processes", says=("--processes", "virtual ranks"))
         self.refused(*run, "--ranks", 16, "--schedule", "blocks=32", code=3,
                      says=("512 blocks", "fewer"))
         self.refused("trace", "-o", self.out, *CUDA, code=3, says=("trace", "cpu"))

@@ -20,6 +20,7 @@ CudaFacts cuda_facts() {
 }
 
 void require_cuda() { refuse(); }
+void ask_facts_in_child() {}
 CudaSchedule resolve(const CudaSchedule&, int) { refuse(); }
 bool can_fuse(DType, int) { return false; }
 CaseResult run_case_on_gpu(const Case&, const CudaOptions&) { refuse(); }

@@ -2,10 +2,17 @@
 // The answers of a build with CUDA, and of the emulated program.
 #include "cuda/backend.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
 #include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cuda/device.hpp"
 
@@ -24,9 +31,13 @@ std::string driver_text() {
   return "for CUDA " + version_text(cuda_version);
 }
 
-}  // namespace
+// What a child process saw, once asked.
+std::optional<CudaFacts>& facts_of_child() {
+  static std::optional<CudaFacts> facts;
+  return facts;
+}
 
-CudaFacts cuda_facts() {
+CudaFacts look() {
   CudaFacts facts;
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -67,26 +78,78 @@ CudaFacts cuda_facts() {
   return facts;
 }
 
+// To and from a pipe.
+nlohmann::json to_json(const CudaFacts& facts) {
+  return {{"missing", facts.missing},           {"gpu", facts.gpu},
+          {"capability", facts.capability},     {"driver", facts.driver},
+          {"runtime", facts.runtime},           {"sms", facts.sms},
+          {"memory_bytes", facts.memory_bytes}, {"peak_tflops", facts.peak_tflops},
+          {"is_emulated", facts.is_emulated}};
+}
+
+CudaFacts from_json(const nlohmann::json& json) {
+  return {.missing = json.at("missing"),
+          .gpu = json.at("gpu"),
+          .capability = json.at("capability"),
+          .driver = json.at("driver"),
+          .runtime = json.at("runtime"),
+          .sms = json.at("sms"),
+          .memory_bytes = json.at("memory_bytes"),
+          .peak_tflops = json.at("peak_tflops"),
+          .is_emulated = json.at("is_emulated")};
+}
+
+}  // namespace
+
+CudaFacts cuda_facts() { return facts_of_child() ? *facts_of_child() : look(); }
+
+void ask_facts_in_child() {
+  if (facts_of_child()) return;
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) throw_world("the system refused a pipe");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::string text = to_json(look()).dump();
+    const bool is_written =
+        ::write(ends[1], text.data(), text.size()) == static_cast<ssize_t>(text.size());
+    std::_Exit(is_written ? 0 : 1);
+  }
+  ::close(ends[1]);
+  std::string text;
+  char buffer[4096];
+  ssize_t count = 0;
+  while (child > 0 && ((count = ::read(ends[0], buffer, sizeof buffer)) > 0 || errno == EINTR)) {
+    if (count > 0) text.append(buffer, static_cast<std::size_t>(count));
+  }
+  ::close(ends[0]);
+  if (child > 0) ::waitpid(child, nullptr, 0);
+  const auto json = nlohmann::json::parse(text, nullptr, false);
+  if (json.is_discarded()) {
+    throw_world("the process that asks for the GPU did not answer; does the driver work?");
+  }
+  facts_of_child() = from_json(json);
+}
+
 void require_cuda() {
   const CudaFacts facts = cuda_facts();
   if (!facts.missing.empty()) throw_world("--backend cuda cannot run here: {}", facts.missing);
 }
 
-CudaSchedule resolve(const CudaSchedule& schedule, int num_ranks) {
+CudaSchedule resolve(const CudaSchedule& schedule, int ranks_of_launch) {
   CudaSchedule resolved = schedule;
   // An SM holds a block of each moving kernel, whatever its size.
   if (schedule.blocks == 0) {
-    resolved.blocks = std::clamp(cuda_facts().sms / std::max(1, num_ranks), 1, 16);
+    resolved.blocks = std::clamp(cuda_facts().sms / std::max(1, ranks_of_launch), 1, 16);
   }
   return resolved;
 }
 
-bool can_fuse(DType dtype, int num_ranks) {
-  return dtype == DType::bf16 && !kIsEmulated && num_ranks <= cuda::kMaxFusedRanks;
+bool can_fuse(DType dtype, int ranks_of_launch) {
+  return dtype == DType::bf16 && !kIsEmulated && ranks_of_launch <= cuda::kMaxFusedRanks;
 }
 
 CudaRunOptions to_run_options(const Case& data, const CudaOptions& o) {
-  const CudaSchedule s = resolve(o.schedule, o.num_ranks);
+  const CudaSchedule s = resolve(o.schedule, ranks_of_launch(o));
   const bool has_tensor_cores = data.dtype == DType::bf16 && !kIsEmulated;
   return {.num_ranks = o.num_ranks,
           .schedule = {.fusion = s.fusion,
@@ -100,7 +163,9 @@ CudaRunOptions to_run_options(const Case& data, const CudaOptions& o) {
           .gemm = has_tensor_cores ? cuda::GemmEngine::tensor_cores : cuda::GemmEngine::fma,
           .backward = o.backward,
           .repeats = o.repeats,
-          .wait_bound = o.wait_bound};
+          .wait_bound = o.wait_bound,
+          .processes = o.processes,
+          .job = o.job};
 }
 
 CaseResult run_case_on_gpu(const Case& data, const CudaOptions& options) {

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the commands ask of a GPU. backend.cpp answers where CUDA is built in, absent.cpp elsewhere;
-// nothing here names CUDA, so that the commands are the same everywhere. All ranks of a run are
-// virtual ranks of one GPU, the current device.
+// nothing here names CUDA, so that the commands are the same everywhere. The ranks of a run are
+// virtual ranks of one GPU, the current device, or processes.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "schedule/cuda_schedule.hpp"
 #include "uniep/case.hpp"
+#include "uniep/job.hpp"
 
 namespace uniep::tools {
 
@@ -33,19 +35,31 @@ struct CudaFacts {
 // Errors: world with what is missing.
 void require_cuda();
 
+// For a process that forks ranks: a process that has used CUDA must not. Once asked, cuda_facts
+// answers with what a child process saw. Errors: world if there is no such process.
+void ask_facts_in_child();
+
 struct CudaOptions {
   int num_ranks = 1;  // 1 to 16
   CudaSchedule schedule;
   bool backward = false;
   int repeats = 1;
   std::chrono::nanoseconds wait_bound = std::chrono::seconds(30);
+  bool processes = false;  // forked from this one; after ask_facts_in_child
+  std::optional<Job> job;  // this process is a rank of it; see CudaRunOptions
 };
 
-// Blocks that a rank has with this schedule: blocks=0 gives 16, or fewer so that all ranks' fit.
-[[nodiscard]] CudaSchedule resolve(const CudaSchedule& schedule, int num_ranks);
+// Ranks of one launch: all virtual ranks, or one.
+[[nodiscard]] inline int ranks_of_launch(const CudaOptions& options) {
+  return options.processes || options.job ? 1 : options.num_ranks;
+}
 
-// Whether fusion=fused is there for the case's dtype and so many ranks.
-[[nodiscard]] bool can_fuse(DType dtype, int num_ranks);
+// Blocks that a rank has with this schedule: blocks=0 gives 16, or fewer so that those of all ranks
+// of a launch fit.
+[[nodiscard]] CudaSchedule resolve(const CudaSchedule& schedule, int ranks_of_launch);
+
+// Whether fusion=fused is there for the case's dtype and so many ranks of a launch.
+[[nodiscard]] bool can_fuse(DType dtype, int ranks_of_launch);
 
 // `options.repeats` operations on one group, the last one's results. Errors: invalid_argument for
 // what the layer refuses; world where it cannot run, for memory, and for a wait that expired.

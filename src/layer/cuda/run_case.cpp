@@ -8,6 +8,7 @@
 
 #include "base/error.hpp"
 #include "layer/cuda/random_pattern.hpp"
+#include "layer/cuda/run_processes.hpp"
 #include "layer/run_case.hpp"
 
 namespace uniep {
@@ -31,7 +32,7 @@ DeviceArray<T> upload(const std::vector<T>& all, std::int64_t first, std::int64_
 }
 
 template <typename T>
-void download_to(std::vector<T>& all, std::int64_t first, const DeviceArray<T>& array) {
+void download_to(std::span<T> all, std::int64_t first, const DeviceArray<T>& array) {
   if (array.count() == 0) return;
   check_cuda(
       cudaMemcpy(all.data() + first, array.get(),
@@ -51,8 +52,9 @@ cuda::LayerShape layer_shape_of(const Case& data, int num_ranks, cuda::GemmEngin
           .gemm = gemm};
 }
 
-CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool backward)
-    : CaseTensors(data, placement, backward,
+CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool backward,
+                         std::optional<cuda::RankRange> local)
+    : CaseTensors(data, placement, backward, local,
                   [&data](Tensor tensor, std::int64_t first, std::int64_t count) {
                     switch (tensor) {
                       case Tensor::x:
@@ -74,7 +76,8 @@ CaseTensors CaseTensors::random(const Case& data, const Placement& placement, bo
                                 std::uint64_t seed) {
   const RandomPattern pattern(data.dtype, seed);
   const auto scale = [](std::int64_t chain) { return 1.0F / std::sqrt(static_cast<float>(chain)); };
-  return {data, placement, backward, [&](Tensor tensor, std::int64_t, std::int64_t count) {
+  return {data, placement, backward, std::nullopt,
+          [&](Tensor tensor, std::int64_t, std::int64_t count) {
             switch (tensor) {
               case Tensor::x:
                 return pattern.make(count, 1, "x");
@@ -90,7 +93,7 @@ CaseTensors CaseTensors::random(const Case& data, const Placement& placement, bo
 }
 
 CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool backward,
-                         const Source& source)
+                         std::optional<cuda::RankRange> local, const Source& source)
     : num_tokens_(data.num_tokens),
       topk_(data.topk),
       row_bytes_(data.hidden * (data.dtype == DType::bf16 ? 2 : 4)),
@@ -100,30 +103,32 @@ CaseTensors::CaseTensors(const Case& data, const Placement& placement, bool back
   const std::int64_t expert_bytes = row_bytes_ * data.ffn;
   std::int64_t token = 0;
   std::int64_t expert = 0;
-  for (int rank = 0; rank < placement.num_ranks; ++rank) {
+  const cuda::RankRange here = local.value_or(cuda::RankRange{0, placement.num_ranks});
+  for (int rank = 0; rank < here.first + here.count; ++rank) {
     Rank r;
     r.first_token = token;
     r.num_tokens = tokens[static_cast<std::size_t>(rank)];
     r.first_expert = expert;
     r.num_experts = placement.num_local_experts(rank);
-    const std::int64_t choice = token * topk_;
+    token += r.num_tokens;
+    expert += r.num_experts;
+    if (rank < here.first) continue;
+    const std::int64_t first_choice = r.first_token * topk_;
     const std::int64_t choices = r.num_tokens * topk_;
     const std::int64_t bytes = r.num_tokens * row_bytes_;
-    r.x = source(Tensor::x, token * row_bytes_, bytes);
-    r.w1 = source(Tensor::w1, expert * 2 * expert_bytes, r.num_experts * 2 * expert_bytes);
-    r.w2 = source(Tensor::w2, expert * expert_bytes, r.num_experts * expert_bytes);
-    r.topk_ids = upload(data.topk_ids, choice, choices, "topk_ids");
-    r.topk_weights = upload(data.topk_weights, choice, choices, "topk_weights");
+    r.x = source(Tensor::x, r.first_token * row_bytes_, bytes);
+    r.w1 = source(Tensor::w1, r.first_expert * 2 * expert_bytes, r.num_experts * 2 * expert_bytes);
+    r.w2 = source(Tensor::w2, r.first_expert * expert_bytes, r.num_experts * expert_bytes);
+    r.topk_ids = upload(data.topk_ids, first_choice, choices, "topk_ids");
+    r.topk_weights = upload(data.topk_weights, first_choice, choices, "topk_weights");
     r.out = {bytes, "out"};
     if (backward) {
-      r.d_out = source(Tensor::d_out, token * row_bytes_, bytes);
+      r.d_out = source(Tensor::d_out, r.first_token * row_bytes_, bytes);
       r.d_x = {bytes, "d_x"};
       r.d_topk_weights = {choices, "d_topk_weights"};
       r.d_w1 = {r.num_experts * 2 * expert_elements_, "d_w1"};
       r.d_w2 = {r.num_experts * expert_elements_, "d_w2"};
     }
-    token += r.num_tokens;
-    expert += r.num_experts;
     ranks_.push_back(std::move(r));
   }
 }
@@ -179,18 +184,23 @@ CaseResult CaseTensors::download() const {
     result.d_w1.resize(2 * weights);
     result.d_w2.resize(weights);
   }
-  check_cuda(cudaDeviceSynchronize(), "a kernel failed");
-  for (const Rank& r : ranks_) {
-    download_to(result.out, r.first_token * row_bytes_, r.out);
-    download_to(result.d_x, r.first_token * row_bytes_, r.d_x);
-    download_to(result.d_topk_weights, r.first_token * topk_, r.d_topk_weights);
-    download_to(result.d_w1, r.first_expert * 2 * expert_elements_, r.d_w1);
-    download_to(result.d_w2, r.first_expert * expert_elements_, r.d_w2);
-  }
+  download({result.out, result.d_x, result.d_topk_weights, result.d_w1, result.d_w2});
   return result;
 }
 
+void CaseTensors::download(const CaseSpans& to) const {
+  check_cuda(cudaDeviceSynchronize(), "a kernel failed");
+  for (const Rank& r : ranks_) {
+    download_to(to.out, r.first_token * row_bytes_, r.out);
+    download_to(to.d_x, r.first_token * row_bytes_, r.d_x);
+    download_to(to.d_topk_weights, r.first_token * topk_, r.d_topk_weights);
+    download_to(to.d_w1, r.first_expert * 2 * expert_elements_, r.d_w1);
+    download_to(to.d_w2, r.first_expert * expert_elements_, r.d_w2);
+  }
+}
+
 CaseResult run_case_cuda(const Case& data, const CudaRunOptions& options) {
+  if (options.processes || options.job) return run_case_cuda_processes(data, options);
   const Placement placement =
       make_contiguous_placement(static_cast<int>(data.num_experts), options.num_ranks);
   const cuda::LayerShape shape = layer_shape_of(data, options.num_ranks, options.gemm);

@@ -2,6 +2,7 @@
 // Stands in for the driver's cuda.h: what src/cuda says about tensor maps.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 using cuuint32_t = std::uint32_t;
@@ -26,3 +27,42 @@ enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+
+// Virtual memory: a handle is the descriptor of a memory file.
+using CUdeviceptr = unsigned long long;
+using CUmemGenericAllocationHandle = unsigned long long;
+enum CUmemAllocationGranularity_flags { CU_MEM_ALLOC_GRANULARITY_RECOMMENDED };
+enum CUmemAllocationType { CU_MEM_ALLOCATION_TYPE_PINNED };
+enum CUmemAllocationHandleType { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR };
+enum CUmemLocationType { CU_MEM_LOCATION_TYPE_DEVICE };
+enum CUmemAccess_flags { CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+struct CUmemLocation {
+  CUmemLocationType type;
+  int id;
+};
+struct CUmemAllocationProp {
+  CUmemAllocationType type;
+  CUmemAllocationHandleType requestedHandleTypes;
+  CUmemLocation location;
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  CUmemAccess_flags flags;
+};
+CUresult cuMemGetAllocationGranularity(std::size_t* step, const CUmemAllocationProp* wanted,
+                                       CUmemAllocationGranularity_flags kind);
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t bytes,
+                     const CUmemAllocationProp* wanted, unsigned long long flags);
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
+CUresult cuMemAddressReserve(CUdeviceptr* address, std::size_t bytes, std::size_t alignment,
+                             CUdeviceptr hint, unsigned long long flags);
+CUresult cuMemAddressFree(CUdeviceptr address, std::size_t bytes);
+CUresult cuMemMap(CUdeviceptr address, std::size_t bytes, std::size_t offset,
+                  CUmemGenericAllocationHandle handle, unsigned long long flags);
+CUresult cuMemUnmap(CUdeviceptr address, std::size_t bytes);
+CUresult cuMemSetAccess(CUdeviceptr address, std::size_t bytes, const CUmemAccessDesc* access,
+                        std::size_t count);
+CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle,
+                                      CUmemAllocationHandleType type, unsigned long long flags);
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* shareable,
+                                        CUmemAllocationHandleType type);
