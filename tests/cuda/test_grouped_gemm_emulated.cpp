@@ -17,6 +17,8 @@
 #include "base/rng.hpp"
 #include "cuda/formulas.cuh"
 #include "cuda/grouped_gemm.hpp"
+#include "cuda/ptx/cluster.hpp"
+#include "cuda/ptx/mbarrier.hpp"
 #include "cuda_host.hpp"
 #include "grouped_gemm_refusals.hpp"
 #include "uniep/bf16.hpp"
@@ -340,6 +342,53 @@ void test_all(Report& report, const Experts& experts, std::int64_t n, std::int64
   test_wgrad<std::uint32_t>(report, experts, n, k, true);
 }
 
+// Kernels that can never end, or that break a rule of an instruction, are errors that say who waits
+// where, and the next launch is as if nothing had been.
+void test_reports(Report& report) {
+  namespace ptx = cuda::ptx;
+  const auto told = [](const std::function<void(std::uint32_t)>& kernel) -> std::string {
+    try {
+      emulation::run_clusters(2, 64, 64, [&] {
+        const std::uint32_t barrier = ptx::shared_address(ptx::dynamic_shared());
+        if (threadIdx.x == 0) ptx::mbarrier_init(barrier, 2);
+        ptx::cluster_sync();
+        kernel(barrier);
+      });
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto expect = [&](const std::string& text, std::initializer_list<const char*> parts) {
+    bool found = true;
+    for (const char* part : parts) found = found && text.find(part) != std::string::npos;
+    report.check(found, "reported: " + text);
+  };
+  expect(told([](std::uint32_t barrier) {
+           const bool second = threadIdx.x >= 32;
+           if (ptx::cluster_block_rank() == 0) {
+             if (second) ptx::named_barrier_sync(3, 64);
+           } else if (second) {
+             ptx::mbarrier_wait(barrier, 0);
+           } else if (threadIdx.x == 0) {
+             ptx::mbarrier_arrive_cluster(barrier);
+           }
+         }),
+         {"a deadlock",
+          "block 0 warp 1: 32 threads wait for named barrier 3 (32 of 64 threads are there)",
+          "block 1 warp 1: 32 threads wait for ", "1 of 2 arrivals"});
+  expect(told([](std::uint32_t barrier) {
+           if (blockIdx.x == 1 && threadIdx.x == 40) ptx::mbarrier_arrive_cluster(barrier, 3);
+         }),
+         {"block 1 thread 40 (warp 1): 3 arrivals at ", "where 2 are pending"});
+  expect(told([](std::uint32_t) {
+           if (threadIdx.x == 5) static_cast<void>(ptx::load_shared(64));
+         }),
+         {"thread 5 (warp 0): 4 bytes at shared address 64 of 64"});
+  const std::string well = told([](std::uint32_t) { __syncthreads(); });
+  report.check(well.empty(), "a launch after these ends " + well);
+}
+
 }  // namespace
 }  // namespace uniep::cuda_test
 
@@ -364,5 +413,6 @@ int main(int argc, char** argv) {
   for (const Refusal& refusal : try_refusals(memory.get())) {
     report.check(refusal.refused, "refuses " + refusal.what + ": " + refusal.text);
   }
+  test_reports(report);
   return report.finish();
 }
