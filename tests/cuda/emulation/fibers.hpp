@@ -81,6 +81,7 @@ struct Asynchronous {
   unsigned num_products = 0;
   std::uint32_t product_groups = 0;  // committed ones
   std::uint32_t copy_groups = 0;
+  std::uint32_t passed = 0;  // waits for mbarriers in a row that did not have to wait
 };
 
 // A bulk copy under way. Sources are read, and targets written, when it is run.

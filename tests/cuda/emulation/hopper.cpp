@@ -245,6 +245,9 @@ UNIEP_HIDDEN void wait_mbarrier(std::uint32_t barrier, std::uint32_t parity) {
   Block& block = this_block();
   std::uint64_t& word = word_of(block, barrier);
   if (toss()) pause();
+  // No ring is so deep: a role that forgot to go on finds the same phase again and again.
+  constexpr std::uint32_t kMostPassed = 1U << 16;
+  if (++asynchronous().passed > kMostPassed) fail("turns in a circle at " + name_of(barrier));
   for (;;) {
     Mbarrier m;
     if (!unpack(word, m)) fail("waits for " + name_of(barrier) + ", which is not initialised");
@@ -252,6 +255,7 @@ UNIEP_HIDDEN void wait_mbarrier(std::uint32_t barrier, std::uint32_t parity) {
     // Woken when a phase ends; that it was the right one is looked at when the turn comes, as by
     // the polling instruction.
     wait_for_mbarrier({Wait::mbarrier, barrier, parity});
+    asynchronous().passed = 0;
   }
   __tsan_acquire(&word);
 }
