@@ -18,7 +18,7 @@ struct Call {
   ElementType out = ElementType::bf16;
   cuda::ExpertRows experts;
   cuda::GroupedGemm problem;
-  cuda::GemmLaunch launch;
+  cuda::GemmLaunch launch{};
 };
 
 struct Attempt {

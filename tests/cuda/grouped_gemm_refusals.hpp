@@ -11,7 +11,7 @@ namespace uniep::cuda_test {
 struct Refusal {
   std::string what;
   bool refused = false;  // as invalid_argument
-  std::string text;
+  std::string text{};
 };
 
 // `memory` is 128 KiB of device memory.

@@ -10,7 +10,7 @@ names=("${@:2}")
 [ ${#names[@]} -gt 0 ] || names=(tests/mutants/*.patch)
 patches=()
 for name in "${names[@]}"; do patches+=("tests/mutants/$(basename "$name" .patch).patch"); done
-limit=120  # seconds of a command: a fault that makes it hang is noticed too
+limit=240  # seconds of a command: a fault that makes it hang is noticed too
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
@@ -19,8 +19,9 @@ git ls-files -co --exclude-standard -z | tar --null -T - --ignore-failed-read -c
 cd "$work"
 
 field() { sed -n "s/^$2: //p" "$1" | head -n 1; }
-target_of() { if [ "$1" = tsan ]; then echo uniep; else echo uniep_tests; fi; }
-build() { cmake --build "build/$1" --target "$(target_of "$1")" -j "$jobs" >build.log 2>&1; }
+# The program that a patch's command runs.
+target_of() { basename "$(field "$1" Run | cut -d ' ' -f 1)"; }
+build() { cmake --build "build/$1" --target "${@:2}" -j "$jobs" >build.log 2>&1; }
 # The words of Run: are split on purpose; no shell reads them.
 run() {
   local words
@@ -38,7 +39,12 @@ launcher=""
 for preset in release tsan; do
   # shellcheck disable=SC2086
   cmake --preset $preset -G Ninja $launcher >build.log 2>&1 || give_up "cmake failed" build.log
-  build $preset || give_up "the untouched tree does not build ($preset)" build.log
+  targets=()
+  for patch in "${patches[@]}"; do
+    [ "$(field "$patch" Build)" != $preset ] || targets+=("$(target_of "$patch")")
+  done
+  [ ${#targets[@]} -gt 0 ] || continue
+  build $preset "${targets[@]}" || give_up "the untouched tree does not build ($preset)" build.log
 done
 while read -r command; do
   run "$command" || give_up "the untouched tree fails: $command" run.log
@@ -51,14 +57,14 @@ for patch in "${patches[@]}"; do
   preset=$(field "$patch" Build)
   patch -p1 --fuzz=0 --no-backup-if-mismatch -s <"$patch" >patch.log 2>&1 ||
     give_up "$name.patch no longer applies" patch.log
-  build "$preset" || give_up "$name does not build" build.log
+  build "$preset" "$(target_of "$patch")" || give_up "$name does not build" build.log
   status=0
   run "$(field "$patch" Run)" || status=$?
   case $status in
     0) by=SURVIVED && survived=1 ;;
     124) by="caught: still running after $limit s" ;;
     *)
-      by=$(grep -m 1 -oE 'ThreadSanitizer: [a-z ]+|\[  FAILED  \] [A-Za-z]+[./][A-Za-z0-9_/.]+' \
+      by=$(grep -m 1 -oE 'ThreadSanitizer: [a-z ]+|a deadlock in an emulated kernel|^FAIL [^,:]+|\[  FAILED  \] [A-Za-z]+[./][A-Za-z0-9_/.]+' \
         run.log | sed 's/\[  FAILED  \] //' | sed 's/ *$//' || true)
       by="caught by ${by:-exit code $status}"
       ;;

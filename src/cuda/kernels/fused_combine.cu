@@ -52,8 +52,7 @@ template <ptx::Major kA, ptx::Major kB, Epilogue kEpilogue>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
     fused_combine_kernel(const __grid_constant__ FusedCombineArgs args) {
   constexpr KernelConfig kConfig{kA, kB, kEpilogue};
-  extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared());
   const int local = fused_local_rank(args.fused);
   const CombineRank& mine = args.ranks[local];
   const KernelArgs& gemm = args.gemm[local];

@@ -8,6 +8,7 @@
 
 #include "cuda/grouped_gemm_args.hpp"
 #include "cuda/kernels/shared_storage.cuh"
+#include "cuda/launch.hpp"
 #include "cuda/roles/gemm_epilogue.cuh"
 #include "cuda/roles/gemm_load.cuh"
 #include "cuda/sched/tile_walk.cuh"
@@ -69,8 +70,7 @@ template <ptx::Major kA, ptx::Major kB, Epilogue kEpilogue>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ KernelArgs args) {
   constexpr KernelConfig kConfig{kA, kB, kEpilogue};
-  extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared());
   init_barriers(shared);
   fill_groups<kConfig>(args, shared.groups);
   ptx::cluster_sync();  // barriers and groups stand, in both blocks
@@ -85,12 +85,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kNumThreads, 1)
 // Launches on num_blocks blocks, an even number; returns CUDA's word on the launch.
 template <KernelConfig kConfig>
 cudaError_t launch_grouped_gemm(const KernelArgs& args, int num_blocks, cudaStream_t stream) {
-  const auto kernel = grouped_gemm_kernel<kConfig.a, kConfig.b, kConfig.epilogue>;
-  const cudaError_t set = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               sizeof(SharedStorage));
-  if (set != cudaSuccess) return set;
-  kernel<<<num_blocks, kNumThreads, sizeof(SharedStorage), stream>>>(args);
-  return cudaGetLastError();
+  return launch_clusters(grouped_gemm_kernel<kConfig.a, kConfig.b, kConfig.epilogue>, num_blocks,
+                         kNumThreads, sizeof(SharedStorage), stream, args);
 }
 
 }  // namespace uniep::cuda

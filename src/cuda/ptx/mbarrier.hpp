@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// mbarrier objects in shared memory, named by their 32-bit shared address.
+// Shared memory and the mbarrier objects in it, named by their 32-bit shared address.
 #pragma once
 
 #include <cstdint>
 
 namespace uniep::cuda::ptx {
+
+// The bytes that the launch asked for.
+__device__ __forceinline__ std::uint8_t* dynamic_shared() {
+  extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
+  return shared_bytes;
+}
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));

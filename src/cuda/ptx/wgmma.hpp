@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma.mma_async m64nNk16, bf16 by bf16 into fp32, both operands in shared memory with the
-// 128-byte swizzle. A box is 64 rows of 128 bytes (8 KiB, aligned to 1 KiB): K-major boxes hold 64
-// values of m or n, each with 64 values of k; MN-major boxes hold 64 values of k, each with 64
-// values of m or n. A warpgroup's accumulator: element 4j + i of lane l in warp w is row 16w + l /
-// 4 + 8 (i / 2), column 8j + 2 (l % 4) + i % 2.
+// wgmma.mma_async m64nNk16, bf16 by bf16 into fp32, both operands in shared memory as operand.hpp
+// says. A warpgroup's accumulator: element 4j + i of lane l in warp w is row 16w + l / 4 + 8 (i /
+// 2), column 8j + 2 (l % 4) + i % 2.
 #pragma once
 
 #include <cstdint>
@@ -12,20 +10,6 @@
 #include "cuda/ptx/operand.hpp"
 
 namespace uniep::cuda::ptx {
-
-// Describes an operand that starts at `address`, in boxes that follow each other. The strides
-// between 8-row groups (1 KiB) and between boxes are those of the layout above for both majors;
-// K-major operands ignore the second.
-__device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t address) {
-  constexpr std::uint64_t kSwizzle128 = 1;
-  return static_cast<std::uint64_t>((address & 0x3FFFFU) >> 4) |
-         (static_cast<std::uint64_t>(kBoxBytes >> 4) << 16) |
-         (static_cast<std::uint64_t>(1024 >> 4) << 32) | (kSwizzle128 << 62);
-}
-
-// What a step of 16 in k adds to a descriptor: 32 bytes along a swizzled row, or 16 rows.
-template <Major kMajor>
-inline constexpr std::uint64_t kDescriptorStep = kMajor == Major::k ? 32 >> 4 : 16 * 128 >> 4;
 
 // Orders register accesses and earlier shared-memory accesses before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() {

@@ -28,6 +28,13 @@ enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B 
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
+                                void* base, const cuuint64_t* extents,
+                                const cuuint64_t* pitch_bytes, const cuuint32_t* box,
+                                const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzled, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill);
+
 // Virtual memory: a handle is the descriptor of a memory file.
 using CUdeviceptr = unsigned long long;
 using CUmemGenericAllocationHandle = unsigned long long;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs simple kernels on this machine's processors, so that their logic is tested where there is no
-// GPU: a block is a thread of the operating system, its CUDA threads are contexts that take turns,
-// shared memory is thread-local. Only what the plan's kernel and host code use. It shows wrong
-// indices, counts and barriers, but neither the GPU's memory order nor its speed.
+// Runs kernels on this machine's processors, so that their logic is tested where there is no GPU.
+// CUDA threads are contexts that take turns. Of a kernel without clusters each block is a thread of
+// the operating system, and shared memory is thread-local; a kernel with clusters runs in the thread
+// that launches it, its shared memory is the launch's, and hopper.hpp is what it needs besides. Only
+// what kernels and host code here use. It shows wrong indices, counts and barriers, but neither the
+// GPU's memory order nor its speed.
 #pragma once
 
 #define UNIEP_CUDA_EMULATED 1
@@ -20,6 +22,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ thread_local
 
 struct dim3 {
@@ -29,6 +32,10 @@ struct dim3 {
 struct int2 {
   int x;
   int y;
+};
+struct float2 {
+  float x;
+  float y;
 };
 struct alignas(16) uint4 {
   std::uint32_t x, y, z, w;
@@ -42,18 +49,27 @@ extern thread_local dim3 block_index;
 
 // Of the device; a program may set it before it does anything else.
 inline int num_sms = 132;
+// In which order CUDA threads take turns and copies are done: 0 is in turn, others at random.
+inline std::uint64_t order_seed = 0;
 
 // Lets other CUDA threads and blocks run.
 void pause();
 // Every thread of the block, or of the warp, brings a value and gets those of all, by thread.
 const std::uint64_t* gather_block(std::uint64_t value);
 const std::uint64_t* gather_warp(std::uint64_t value);
+// Throw where a kernel does what it must not, or cannot end.
 void run_blocks(unsigned blocks, unsigned threads, const std::function<void()>& kernel);
+// In clusters of two.
+void run_clusters(unsigned blocks, unsigned threads, std::size_t shared_bytes,
+                  const std::function<void()>& kernel);
 
 }  // namespace uniep::emulation
 
 #define threadIdx ::uniep::emulation::thread_index
 #define blockIdx ::uniep::emulation::block_index
+// No macros: members have these names too.
+extern thread_local dim3 gridDim;
+extern thread_local dim3 blockDim;
 
 inline void __syncthreads() { uniep::emulation::gather_block(0); }
 int __syncthreads_or(int predicate);
@@ -95,9 +111,20 @@ template <typename T>
 T __ldcg(const T* pointer) {
   return *pointer;
 }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline std::uint32_t min(std::uint32_t a, std::uint32_t b) { return a < b ? a : b; }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence_system() { __threadfence(); }
 template <typename T>
-void atomicAdd(T* word, T value) {
-  std::atomic_ref<T>(*word).fetch_add(value);
+T atomicAdd(T* word, T value) {
+  return std::atomic_ref<T>(*word).fetch_add(value);
+}
+inline void atomicMax(unsigned long long* word, unsigned long long value) {
+  std::atomic_ref<unsigned long long> shared(*word);
+  unsigned long long seen = shared.load();
+  while (value > seen && !shared.compare_exchange_weak(seen, value)) {
+  }
 }
 inline void atomicMin(unsigned long long* word, unsigned long long value) {
   std::atomic_ref<unsigned long long> shared(*word);
@@ -111,9 +138,18 @@ inline unsigned long long atomicCAS_system(unsigned long long* word, unsigned lo
   return expected;
 }
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorMemoryAllocation,
+  cudaErrorNotReady
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrClockRate };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrClockRate,
+  cudaDevAttrComputeCapabilityMajor
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
 using cudaStream_t = struct EmulatedStream*;
@@ -163,7 +199,9 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? uniep::emulation::num_sms : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? uniep::emulation::num_sms
+           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
+                                                            : 0;
   return cudaSuccess;
 }
 template <typename Kernel>
@@ -178,7 +216,13 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
 template <typename Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
                                const Args& args) {
-  uniep::emulation::run_blocks(config->gridDim.x, config->blockDim.x, [&] { kernel(args); });
+  const bool has_clusters = config->attrs->val.cooperative == 0 && config->dynamicSmemBytes > 0;
+  if (has_clusters) {
+    uniep::emulation::run_clusters(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
+                                   [&] { kernel(args); });
+  } else {
+    uniep::emulation::run_blocks(config->gridDim.x, config->blockDim.x, [&] { kernel(args); });
+  }
   return cudaSuccess;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The driver's virtual-memory interface on the CPU: memory files that processes can map.
+// The driver on the CPU: how its functions are found, and its virtual-memory interface, over memory
+// files that processes can map.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -86,6 +87,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
     void* function;
   };
   static const Entry entries[] = {
+      {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&cuTensorMapEncodeTiled)},
       {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(&cuMemGetAllocationGranularity)},
       {"cuMemCreate", reinterpret_cast<void*>(&cuMemCreate)},
       {"cuMemRelease", reinterpret_cast<void*>(&cuMemRelease)},

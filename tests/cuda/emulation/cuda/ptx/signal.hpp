@@ -21,6 +21,9 @@ inline std::uint64_t load_relaxed_system(const std::uint64_t* word) {
 inline void store_release_system(std::uint64_t* word, std::uint64_t value) {
   std::atomic_ref<std::uint64_t>(*word).store(value, std::memory_order_release);
 }
+inline void store_relaxed_system(std::uint64_t* word, std::uint64_t value) {
+  store_release_system(word, value);
+}
 inline void store_release_gpu(std::uint64_t* word, std::uint64_t value) {
   store_release_system(word, value);
 }
