@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <utility>
 
 #include "base/error.hpp"
 #include "base/limits.hpp"
@@ -11,6 +13,7 @@
 #include "commands.hpp"
 #include "layer/compare.hpp"
 #include "layer/run_case.hpp"
+#include "tune.hpp"
 
 namespace uniep::tools {
 namespace {
@@ -70,14 +73,17 @@ std::optional<Job> job_of(const RunFlags& f) {
   return job;
 }
 
-int run_layer_on_gpu(const RunFlags& f) {
-  CudaOptions options = cuda_options(f.layer);
-  options.backward = f.backward;
+int run_layer_on_gpu(RunFlags f) {
   check_distinct(f.output, f.json);
   const Case data = load_case(f.input);
-  options.job = job_of(f);
+  const std::optional<Job> job = job_of(f);
+  const int num_ranks = job ? job->num_ranks : ranks_of(f, data);
+  const std::string from = resolve_auto(f.layer, data, num_ranks);
+  CudaOptions options = cuda_options(f.layer);
+  options.backward = f.backward;
+  options.num_ranks = num_ranks;
+  options.job = job;
   if (options.job) options.processes = false;
-  options.num_ranks = options.job ? options.job->num_ranks : ranks_of(f, data);
   options.schedule = resolve(options.schedule, ranks_of_launch(options));
   if (options.job && options.job->rank > 0) {
     static_cast<void>(run_case_on_gpu(data, options));
@@ -91,26 +97,28 @@ int run_layer_on_gpu(const RunFlags& f) {
                         {"gpu", cuda_facts().gpu},
                         {"ranks", options.num_ranks},
                         {"schedule", to_string(options.schedule)},
+                        {"schedule_from", from},
                         {"memory_bytes", {{"symmetric", symmetric_bytes(data, options)}}}});
 }
 
-int run_layer(const RunFlags& f) {
+int run_layer(RunFlags f) {
   check_layer_options(f.layer);
-  if (f.layer.is_cuda()) return run_layer_on_gpu(f);
-  RunOptions options = run_options(f.layer);
-  options.backward = f.backward;
+  if (f.layer.is_cuda()) return run_layer_on_gpu(std::move(f));
   check_distinct(f.output, f.json);
   const Case data = load_case(f.input);
-  options.job = job_of(f);
+  const std::optional<Job> job = job_of(f);
+  const int num_ranks = job ? job->num_ranks : ranks_of(f, data);
+  const std::string from = resolve_auto(f.layer, data, num_ranks);
+  RunOptions options = run_options(f.layer);
+  options.backward = f.backward;
+  options.num_ranks = num_ranks;
+  options.job = job;
   if (options.job) {
     options.processes = false;
-    options.num_ranks = options.job->num_ranks;
     if (options.job->rank > 0) {
       static_cast<void>(run_case(data, options));
       return 0;
     }
-  } else {
-    options.num_ranks = ranks_of(f, data);
   }
   const auto output = open_tensor_output(f.output);
   Report report(f.json);
@@ -121,6 +129,7 @@ int run_layer(const RunFlags& f) {
       {{"backend", "cpu"},
        {"ranks", options.num_ranks},
        {"schedule", to_string(options.schedule)},
+       {"schedule_from", from},
        {"memory_bytes", {{"tensors", memory.tensors}, {"buffers", memory.buffers}}}});
 }
 
@@ -217,6 +226,7 @@ void add_case(CLI::App& app, Run& run) {
 
 void add_run(CLI::App& app, Run& run) {
   auto flags = std::make_shared<RunFlags>();
+  flags->layer.takes_auto = true;
   auto* command = app.add_subcommand("run", "run the layer on the tensors of a file");
   command->add_option("CASE", flags->input, "tensor file (safetensors) to read")->required();
   command->add_option("-o,--output", flags->output, "tensor file (safetensors) to write")

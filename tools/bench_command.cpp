@@ -13,6 +13,7 @@
 #include "bench.hpp"
 #include "layer/run_case.hpp"
 #include "topo/placement.hpp"
+#include "tune.hpp"
 #include "uniep_commit.hpp"
 
 namespace uniep::tools {
@@ -90,8 +91,8 @@ double time_ms(const Case& data, const RunOptions& options) {
       .count();
 }
 
-int bench_on_cpu(const BenchFlags& f) {
-  const Schedule schedule = run_options(f.layer).schedule;
+int bench_on_cpu(BenchFlags f) {
+  if (f.layer.schedule != "auto") static_cast<void>(run_options(f.layer));
   if (f.op != "layer" && f.op != "forward") {
     throw_invalid("--op is {}; on the cpu it can be layer or forward", quote(f.op));
   }
@@ -99,19 +100,26 @@ int bench_on_cpu(const BenchFlags& f) {
   const auto num_ranks = static_cast<int>(f.ranks);
   const bool backward = f.op == "layer";
   const Case data = build_case(f.options, num_ranks, backward);
+  const std::string from = resolve_auto(f.layer, data, num_ranks);
+  const Schedule schedule = run_options(f.layer).schedule;
   struct Candidate {
     std::string impl;
     RunOptions options;
     std::vector<double> ms;
   };
   std::vector<Candidate> candidates;
-  for (const char* impl : {"fused", "split"}) {
-    if (std::string_view(impl) == "split" && f.baseline == "none") continue;
+  // A tuned schedule runs as it is, beside both kinds of the default.
+  std::vector<std::string> impls{"fused", "split"};
+  if (from == "tuned") impls.insert(impls.begin(), "tuned");
+  for (const std::string& impl : impls) {
+    if (impl == "split" && f.baseline == "none") continue;
     RunOptions options;
     options.num_ranks = num_ranks;
     options.wait_bound = std::chrono::seconds(f.layer.timeout);
-    options.schedule = schedule;
-    options.schedule.fusion = std::string_view(impl) == "fused" ? Fusion::fused : Fusion::split;
+    options.schedule = from == "tuned" && impl != "tuned" ? Schedule{} : schedule;
+    if (impl != "tuned") {
+      options.schedule.fusion = impl == "fused" ? Fusion::fused : Fusion::split;
+    }
     options.backward = backward;
     candidates.push_back({impl, options, {}});
     static_cast<void>(time_ms(data, options));  // first touch of memory stays out of the numbers
@@ -121,8 +129,6 @@ int bench_on_cpu(const BenchFlags& f) {
   }
   const double flops = (backward ? 18.0 : 6.0) * static_cast<double>(count_rows(data)) *
                        static_cast<double>(data.hidden) * static_cast<double>(data.ffn);
-  const Traffic traffic = traffic_of(data, schedule.payload, num_ranks);
-  const double bytes = (backward ? 2 : 1) * (traffic.dispatched + traffic.returned);
   nlohmann::json records = nlohmann::json::array();
   report.print("{:<8} {:>10} {:>10} {:>10} {:>10}   (all ranks on one machine; set-up included)\n",
                "impl", "median ms", "min", "max", "GFLOP/s");
@@ -132,7 +138,10 @@ int bench_on_cpu(const BenchFlags& f) {
                  ms.max, flops / ms.median / 1e6);
     nlohmann::json record = make_record(f, data, to_string(c.options.schedule), c.impl, ms);
     record["tflops"] = flops / ms.median / 1e9;
+    const Traffic traffic = traffic_of(data, c.options.schedule.payload, num_ranks);
+    const double bytes = (backward ? 2 : 1) * (traffic.dispatched + traffic.returned);
     record["gbps"] = bytes / ms.median / 1e6;
+    record["schedule_from"] = from;
     records.push_back(std::move(record));
   }
   report.write({{"schema", 1}, {"records", records}});
@@ -159,6 +168,7 @@ int run_bench(BenchFlags f) {
 
 void add_bench(CLI::App& app, Run& run) {
   auto flags = std::make_shared<BenchFlags>();
+  flags->layer.takes_auto = true;
   auto* command = app.add_subcommand("bench", "time the layer or its parts");
   add_case_options(*command, flags->options);
   command

@@ -9,6 +9,7 @@
 #include "base/error.hpp"
 #include "bench.hpp"
 #include "topo/placement.hpp"
+#include "tune.hpp"
 
 namespace uniep::tools {
 namespace {
@@ -86,7 +87,9 @@ class GpuBench {
  public:
   explicit GpuBench(const BenchFlags& flags)
       : flags_(flags), facts_(cuda_facts()), report_(flags.json), data_(build_sizes(flags)) {
-    options_ = cuda_options(flags.layer);
+    LayerOptions layer = flags.layer;
+    schedule_from_ = resolve_auto(layer, data_, static_cast<int>(flags.ranks));
+    options_ = cuda_options(layer);
     options_.num_ranks = static_cast<int>(flags.ranks);
     options_.schedule = resolve(options_.schedule, options_.num_ranks);
     options_.repeats = static_cast<int>(flags.repeats);
@@ -137,6 +140,7 @@ class GpuBench {
                   ms.min, ms.max, text(tflops), text(gbps), text(ceiling.rate),
                   ceiling.rate > 0 ? ceiling.what : "");
     nlohmann::json record = make_record(flags_, data_, to_string(schedule), impl_of(schedule), ms);
+    record["schedule_from"] = schedule_from_;
     if (flop > 0) record["tflops"] = tflops;
     if (bytes > 0) record["gbps"] = gbps;
     if (ceiling.rate > 0) {
@@ -243,6 +247,7 @@ class GpuBench {
   Report report_;
   Case data_;
   CudaOptions options_;
+  std::string schedule_from_;
   nlohmann::json records_ = nlohmann::json::array();
 };
 

@@ -29,6 +29,8 @@ void add_verify(CLI::App& app, Run& run);
 void add_bench(CLI::App& app, Run& run);
 void add_trace(CLI::App& app, Run& run);
 void add_train(CLI::App& app, Run& run);
+void add_simulate(CLI::App& app, Run& run);
+void add_tune(CLI::App& app, Run& run);
 
 // A number with its range and, unless `default_text` replaces it, its default in the help text.
 // Anything else than a decimal number inside the range is refused.
@@ -60,6 +62,7 @@ struct LayerOptions {
   std::string backend = "cpu", numerics = "default", schedule;
   std::int64_t timeout = 30;  // seconds
   bool processes = false;
+  bool takes_auto = false;  // of run and bench: --schedule may be auto
 
   [[nodiscard]] bool is_cuda() const { return backend == "cuda"; }
 };

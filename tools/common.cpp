@@ -124,7 +124,9 @@ void add_layer_options(CLI::App& app, LayerOptions& o) {
          "(fused: bf16 on a GPU, up to 8 ranks, push), payload=rank|choice, dispatch=push|pull, "
          "combine=push|pull, blocks=0 (of a rank for "
          "moving rows; 0: up to 16), push_warps=8 (of a block's 16), chunk=8 (tokens), sms=0 (for "
-         "products; 0: all). The first or shown value is the default")
+         "products; 0: all). The first or shown value is the default. run and bench also take "
+         "auto: "
+         "what uniep tune found, or else the default")
       ->type_name("K=V,…");
   app.add_option("--numerics", o.numerics, "numeric class: default")
       ->type_name("NAME")
@@ -145,11 +147,12 @@ void check_layer_options(const LayerOptions& o) {
   if (o.numerics != "default") {
     throw_invalid("--numerics is {}; the only numeric class served is default", quote(o.numerics));
   }
+  const bool is_auto = o.takes_auto && o.schedule == "auto";
   if (!o.is_cuda()) {
-    static_cast<void>(parse_schedule(o.schedule));
+    if (!is_auto) static_cast<void>(parse_schedule(o.schedule));
     return;
   }
-  static_cast<void>(parse_cuda_schedule(o.schedule));
+  if (!is_auto) static_cast<void>(parse_cuda_schedule(o.schedule));
   if (o.processes) ask_facts_in_child();  // ranks will be forked
   require_cuda();
 }

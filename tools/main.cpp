@@ -94,6 +94,8 @@ int main(int argc, char** argv) {
   uniep::tools::add_bench(app, run);
   uniep::tools::add_trace(app, run);
   uniep::tools::add_train(app, run);
+  uniep::tools::add_simulate(app, run);
+  uniep::tools::add_tune(app, run);
   for (CLI::App* command : app.get_subcommands({})) {
     for (CLI::Option* option : command->get_options()) {
       option->multi_option_policy(CLI::MultiOptionPolicy::Throw);

@@ -10,6 +10,8 @@
 #include "commands.hpp"
 #include "io/output_file.hpp"
 #include "layer/run_case.hpp"
+#include "simulate.hpp"
+#include "simulate/event_run.hpp"
 #include "timeline/ceilings.hpp"
 #include "timeline/timeline.hpp"
 
@@ -23,6 +25,8 @@ struct Flags {
   std::int64_t ranks = 0;  // 0: the file's, or 4
   std::int64_t rounds = 2;
   std::int64_t records = kTraceCapacity;
+  bool simulate = false;
+  HardwareOptions where;
 };
 
 void check_paths(const Flags& f) {
@@ -39,7 +43,72 @@ std::string name_of(const std::string& path) {
   return std::filesystem::path(path).filename().string();
 }
 
+// A GPU's run on a virtual clock instead of one on this CPU.
+int simulate_trace(const Flags& f) {
+  if (f.layer.processes) throw_invalid("--processes is for runs; --simulate has none");
+  const CudaSchedule schedule = parse_cuda_schedule(f.layer.schedule);
+  check_paths(f);
+  Report events(f.output);
+  Report report(f.output == "-" && f.json.empty() ? "/dev/null" : f.json);
+  std::optional<OutputFile> svg;
+  if (!f.svg.empty()) svg.emplace("SVG file", f.svg);
+  const simulate::Hardware hardware = find_hardware(f.where.profile);
+  const auto build = [&] {
+    if (f.input.empty()) {
+      return build_step(f.options, static_cast<int>(f.ranks > 0 ? f.ranks : 4), f.where, hardware);
+    }
+    const Case data = load_case(f.input);
+    const auto own = std::max<std::size_t>(1, data.tokens_per_rank.size());
+    return step_of(data, f.ranks > 0 ? static_cast<int>(f.ranks) : static_cast<int>(own), f.where,
+                   hardware);
+  };
+  const Step step = build();
+  const simulate::EventRun run = simulate::run_events(hardware, step.sizes, step.topology, schedule,
+                                                      step.tokens_per_rank, step.topk_ids, true);
+  TimelineInfo info;
+  info.title = fmt::format(
+      "{} predicted on {}: {} tokens a rank, {} experts, topk {}, hidden {}, "
+      "ffn {}, {} rank{}",
+      f.input.empty() ? f.options.shape : name_of(f.input), hardware.name, step.sizes.tokens,
+      step.sizes.experts, step.sizes.topk, step.sizes.hidden, step.sizes.ffn, step.sizes.ranks,
+      step.sizes.ranks == 1 ? "" : "s");
+  info.schedule = to_string(schedule);
+  info.num_ranks = step.sizes.ranks;
+  const double gpus = static_cast<double>(step.sizes.ranks) / step.topology.ranks_per_gpu;
+  info.ceilings = {
+      .flops_per_s = gpus * hardware.sms * 2 * 128 * 256 * 64 / hardware.mma_step_us * 1e6,
+      .link_bytes_per_s = gpus * hardware.link_push.points().back().second * 1e6,
+      .origin = "of the profile of " + hardware.name};
+  events.write(trace_json(run.trace, info));
+  if (svg) {
+    const std::string picture = trace_svg(run.trace, info);
+    svg->write(std::as_bytes(std::span(picture)));
+    svg->sync();
+  }
+  report.write({{"schema", 1},
+                {"output", f.output},
+                {"svg", f.svg},
+                {"events", run.trace.events.size()},
+                {"ranks", step.sizes.ranks},
+                {"hardware", hardware.name},
+                {"forward_us", run.forward_us},
+                {"backward_us", run.backward_us},
+                {"schedule", info.schedule}});
+  events.publish();
+  if (svg) svg->publish();
+  if (f.output != "-") {
+    report.print(
+        "{}: predicted forward {:.1f} us, backward {:.1f} us; open it at "
+        "ui.perfetto.dev\n",
+        f.output, run.forward_us, run.backward_us);
+    if (svg) report.print("{}: a picture, for any browser\n", f.svg);
+  }
+  report.publish();
+  return 0;
+}
+
 int run_trace(const Flags& f) {
+  if (f.simulate) return simulate_trace(f);
   RunOptions options = cpu_run_options(f.layer, "trace");
   options.backward = true;
   options.repeats = static_cast<int>(f.rounds);
@@ -132,9 +201,17 @@ void add_trace(CLI::App& app, Run& run) {
              "forward and backward so many times; the last is shown");
   add_number(*command, "--records", flags->records, 1, kMaxTraceCapacity,
              "records kept of a worker and pass, the last ones; 64 bytes each");
+  command->add_flag(
+      "--simulate", flags->simulate,
+      "predict a GPU's run on a virtual clock; --schedule is one of the cuda backend");
+  add_hardware_options(*command, flags->where);
   add_layer_options(*command, flags->layer);
   add_json_option(*command, flags->json, "a summary");
-  command->callback([&run, flags, of_random_case] {
+  const CLI::Option* hardware = command->get_option("--hw");
+  command->callback([&run, flags, of_random_case, hardware] {
+    if (!flags->simulate && hardware->count() > 0) {
+      throw_invalid("--hw is for --simulate; a run is on this machine");
+    }
     for (const CLI::Option* option : of_random_case) {
       if (!flags->input.empty() && option->count() > 0) {
         throw_invalid("{} and a case file are both given; the file says what is run",

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
 
 #include "base/error.hpp"
+#include "base/hash.hpp"
 #include "schedule/key_values.hpp"
 
 namespace uniep {
@@ -29,6 +31,8 @@ void apply(std::string_view key, std::string_view text, CudaSchedule& s) {
       key);
 }
 
+}  // namespace
+
 void validate(const CudaSchedule& s) {
   check_range("blocks", s.blocks, 0, 32, 1);
   if (s.fusion == Fusion::fused &&
@@ -42,7 +46,10 @@ void validate(const CudaSchedule& s) {
   if (s.sms == 1) throw_invalid("schedule sms is 1; it must be 2 to 1024, or 0 for all");
 }
 
-}  // namespace
+std::uint64_t hash(const CudaSchedule& schedule) {
+  const std::string text = to_string(schedule);
+  return fnv1a(std::as_bytes(std::span(text)));
+}
 
 std::string to_string(const CudaSchedule& s) {
   return fmt::format(

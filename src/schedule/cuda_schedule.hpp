@@ -31,6 +31,12 @@ struct CudaSchedule {
 // valid ones, and for what is not served.
 [[nodiscard]] CudaSchedule parse_cuda_schedule(std::string_view text);
 
+// Errors: invalid_argument with the reason why no shape can run this schedule.
+void validate(const CudaSchedule& schedule);
+
+// FNV-1a of to_string: stable across runs and machines.
+[[nodiscard]] std::uint64_t hash(const CudaSchedule& schedule);
+
 // Point `index` of a pseudo-random walk, a function of the arguments. Eight points that follow each
 // other hold every payload and both directions each way; blocks are 1 to max_blocks. With can_fuse
 // sixteen do, and every other one of them is fused.

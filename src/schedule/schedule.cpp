@@ -2,8 +2,10 @@
 #include "uniep/schedule.hpp"
 
 #include <array>
+#include <span>
 
 #include "base/error.hpp"
+#include "base/hash.hpp"
 #include "schedule/key_values.hpp"
 
 namespace uniep {
@@ -69,11 +71,8 @@ void validate(const Schedule& s) {
 }
 
 std::uint64_t hash(const Schedule& schedule) {
-  std::uint64_t value = 0xcbf29ce484222325ULL;
-  for (const char c : to_string(schedule)) {
-    value = (value ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
-  }
-  return value;
+  const std::string text = to_string(schedule);
+  return fnv1a(std::as_bytes(std::span(text)));
 }
 
 Schedule sample_schedule(std::uint64_t seed, std::uint64_t index) {

@@ -238,7 +238,7 @@ class CliTest(ProgramTest):
     def test_version_and_help(self):
         self.assertRegex(self.ok("--version"), r"^uniep \d+\.\d+\.\d+\n$")
         commands = re.findall(r"^  ([a-z]+) ", self.ok("--help"), re.MULTILINE)
-        expected = {"info", "case", "run", "verify", "bench", "trace", "train"}
+        expected = {"info", "case", "run", "verify", "bench", "trace", "train", "simulate", "tune"}
         self.assertTrue(expected <= set(commands))
         for command in commands:
             text = self.ok(command, "--help")
@@ -808,6 +808,129 @@ class CliTest(ProgramTest):
         self.refused("trace", "-o", trace, "--records", 0, says="--records is '0'")
         text = self.ok("trace", "-o", trace, "--records", 4)
         self.assertRegex(text, r"\d+ older events were not kept")
+
+    def test_simulated_trace(self):
+        trace, svg, report = self.path("trace.json"), self.path("a.svg"), self.path("report.json")
+        args = ("--simulate", "--ranks", 2, "--global-tokens", 512, "--hidden", 256, "--ffn", 128)
+        for schedule in ("blocks=4", "fusion=fused,blocks=4,chunk=4"):
+            text = self.ok("trace", "-o", trace, "--svg", svg, "--json", report, "--schedule",
+                           schedule, *args)
+            self.assertIn("predicted", text)
+            slices = self.read_trace(trace)
+            whole = [(e["pid"], e["name"]) for e in slices if e["cat"] == "operation"]
+            self.assertEqual(sorted(whole), [(pid, name) for pid in (1, 2)
+                                             for name in ("backward", "forward")])
+            flops = sum(e["args"].get("flops", 0) for e in slices)
+            self.assertEqual(flops, 18 * 512 * 2 * 256 * 128)
+            for role in ("send", "fanout", "gemm1", "gemm2", "dgrad2", "d_activation", "dgrad1",
+                         "wgrad2", "wgrad1", "reduce"):
+                self.assertTrue(any(e["name"] == role and e["dur"] > 0 for e in slices), role)
+            with open(report, encoding="utf-8") as file:
+                summary = json.load(file)
+            self.assertGreater(summary["forward_us"], 0)
+            self.assertIn("class=\"lane", read_bytes(svg).decode())
+        self.write(Problem("BF16").tensors())
+        self.ok("trace", self.case, "--simulate", "-o", trace, "--ranks", 1)
+        flops = sum(e["args"].get("flops", 0) for e in self.read_trace(trace))
+        self.assertGreater(flops, 0)
+        for flags, says in ((("--simulate", "--schedule", "workers=2"), "'workers'"),
+                            (("--simulate", "--dtype", "f32"), "bf16"),
+                            (("--simulate", "--hw", "b100"), "'b100'"),
+                            (("--simulate", "--processes"), "--processes"),
+                            (("--simulate", "--ranks", 3, "--ranks-per-gpu", 2), "divide"),
+                            (("--simulate", "--schedule", "sms=200"), "sms is 200"),
+                            (("--hw", "h100"), "--simulate")):
+            self.refused("trace", "-o", trace, *flags, says=says)
+
+    def test_simulate(self):
+        args = ("simulate", "--shape", "qwen3-30b-a3b", "--tokens-per-rank", 1024)
+        self.assertRegex(self.ok(*args), r"forward +[0-9.]+")
+        predicted = json.loads(self.ok(*args, "--best", 3, "--json", "-"))
+        for name in ("forward", "backward"):
+            parts = predicted[name]
+            total = sum(parts[part] for part in ("tensor", "link", "hbm", "tail", "latency"))
+            self.assertAlmostEqual(total, parts["us"], delta=1e-6 * total)
+            stages = sum(stage["us"] for stage in parts["stages"].values())
+            self.assertAlmostEqual(stages, total, delta=1e-6 * total)
+        best = [entry["us"] for entry in predicted["best"]]
+        self.assertEqual(len(best), 3)
+        self.assertEqual(best, sorted(best))
+        self.assertLessEqual(best[0], predicted["forward"]["us"] + predicted["backward"]["us"])
+        profile = self.path("hw.json")
+        for text, says in (("{", "no JSON"), ("{}", "no hardware profile"),
+                           ('{"uniep_hardware":1,"name":"x","figures":{}}', "sms is missing")):
+            with open(profile, "w", encoding="utf-8") as file:
+                file.write(text)
+            self.refused(*args, "--hw", profile, says=[profile, says])
+        self.refused(*args, "--hw", self.path("none.json"), says="cannot be read")
+        self.refused(*args, "--schedule", "blocks=33", says="blocks is 33")
+
+    def test_tune(self):
+        cache = self.path("cache")
+        environment = dict(os.environ, UNIEP_CACHE=cache)
+        sizes = ("--global-tokens", 64, "--hidden", 32, "--ffn", 16)
+        args = ("tune", *sizes, "--ranks", 2, "--measure", 2, "--repeats", 1, "--json", "-")
+        tuned = json.loads(self.ok(*args, env=environment))
+        self.assertGreater(tuned["scored"], 100)
+        self.assertEqual(len(tuned["measured"]), 3)
+        self.assertGreater(tuned["choice"]["measured_us"], 0)
+        self.assertLessEqual(tuned["choice"]["measured_us"], tuned["default"]["measured_us"])
+        stored = os.path.join(cache, "tuned.json")
+        self.assertEqual(tuned["stored"], stored)
+        text = self.ok(*args[:-2], "--explain", env=environment)
+        for part in ("choice", "default", "runner-up", "limit now", "predicted", "measured",
+                     "stored in"):
+            self.assertIn(part, text)
+        # What was stored is what runs, with the same bits.
+        self.ok("case", "-o", self.case, *sizes, "--ranks", 2)
+        run = ("run", self.case, "-o", self.out, "--backward", "--json", "-", "--schedule")
+        plain = json.loads(self.ok(*run[:-1], env=environment))
+        self.assertEqual(plain["schedule_from"], "given")
+        result = json.loads(self.ok(*run, "auto", env=environment))
+        with open(stored, encoding="utf-8") as file:
+            entries = json.load(file)["entries"]
+        self.assertEqual(result["schedule_from"], "tuned")
+        self.assertIn(result["schedule"], [entry["schedule"] for entry in entries.values()])
+        self.assertEqual(result["hashes"], plain["hashes"])
+        bench = json.loads(self.ok("bench", *sizes, "--ranks", 2, "--repeats", 1, "--schedule",
+                                   "auto", "--json", "-", env=environment))
+        self.assertEqual([r["impl"] for r in bench["records"]], ["tuned", "fused", "split"])
+        self.assertEqual(bench["records"][0]["schedule"], result["schedule"])
+        # Whatever lies there, the default runs; one warning says so.
+        for text in ("{", '{"uniep_tuned": 0, "entries": {}}'):
+            with open(stored, "w", encoding="utf-8") as file:
+                file.write(text)
+            done = self.run_uniep(*run, "auto", env=environment)
+            self.assertEqual(done.returncode, 0)
+            self.assertEqual(done.stderr.count("warning"), 1)
+            self.assertIn(stored, done.stderr)
+            again = json.loads(done.stdout)
+            self.assertEqual((again["schedule_from"], again["hashes"]),
+                             ("default", plain["hashes"]))
+        with open(os.path.join(cache, "cpu.json"), "w", encoding="utf-8") as file:
+            file.write("x")
+        done = self.run_uniep(*args, env=environment)
+        self.assertEqual((done.returncode, done.stderr.count("warning")), (0, 2), done.stderr)
+        self.assertEqual(self.run_uniep(*args, env=environment).stderr, "")
+        bare = {name: value for name, value in environment.items()
+                if name not in ("UNIEP_CACHE", "XDG_CACHE_HOME", "HOME")}
+        result = json.loads(self.ok(*run, "auto", env=bare))
+        self.assertEqual(result["schedule_from"], "default")
+        self.refused("tune", "--schedule", "workers=1", says="--schedule is given")
+        self.refused("tune", "--backend", "tpu", says="--backend is 'tpu'")
+        self.refused("tune", "--backend", "cuda", "--processes", says="--processes cannot be given")
+        self.refused("trace", "-o", self.out, "--schedule", "auto", says="'auto'")
+
+    def test_tune_for_a_gpu_that_is_not_here(self):
+        tuned = json.loads(self.ok("tune", "--backend", "cuda", "--shape", "qwen3-30b-a3b",
+                                   "--tokens-per-rank", 1024, "--explain", "--json", "-",
+                                   env=dict(os.environ, UNIEP_CACHE=self.path("cache"))))
+        if "not_measured" not in tuned:
+            self.skipTest("there is a GPU")
+        self.assertGreater(tuned["scored"], 10000)
+        self.assertIsNone(tuned["stored"])
+        self.assertLessEqual(tuned["choice"]["predicted"]["us"], tuned["default"]["predicted"]["us"])
+        self.assertTrue(tuned["runner_up"]["why"])
 
     def test_trace_of_a_run_that_loses_a_rank(self):
         trace, svg = self.path("trace.json"), self.path("trace.svg")

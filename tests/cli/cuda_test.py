@@ -187,6 +187,18 @@ class CudaTest(cli_test.ProgramTest):
         self.assertAlmostEqual(rates["dispatch", "choice"], rates["combine", "choice"])
         self.assertLess(rates["dispatch", "rank"], rates["dispatch", "choice"])
 
+    def test_tune_measures(self):
+        environment = dict(os.environ, UNIEP_CACHE=self.path("cache"))
+        sizes = ("--global-tokens", 16, "--hidden", 16, "--ffn", 16, "--ranks", 2)
+        done = self.run_uniep("tune", "--backend", "cuda", *sizes, "--measure", 1, "--repeats", 1,
+                              "--json", "-", env=environment)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        tuned = json.loads(done.stdout)
+        self.assertEqual(len(tuned["measured"]), 2)
+        self.assertTrue(os.path.exists(tuned["stored"]))
+        for point in tuned["measured"]:
+            self.assertIn("fusion=split", point["schedule"])
+
     def test_bench_refusals(self):
         bench = ("bench", *CUDA, *SMALL)
         self.refused(*bench, "--op", "gemm", says=("'gemm'", "plan, dispatch, combine, grouped_gemm"))
